@@ -43,7 +43,12 @@ class ElementWise(Walk):
     def _called(self, frame: Frame, instruction: Instruction) -> Tally:
         tally, opcode = super()._called(frame, instruction), instruction.opcode
         ours = opcode == "custom-call" and (instruction.attribute("custom_call_target") or "").strip('"') == KERNEL
-        if tally.flops or (opcode in FREE and not ours) or opcode.startswith("async") or opcode.endswith(("-start", "-done")):
+        if (
+            tally.flops
+            or (opcode in FREE and not ours)
+            or opcode.startswith("async")
+            or opcode.endswith(("-start", "-done"))
+        ):
             return tally
         return replace(tally, moved=moved_bytes(self.module, frame.computation, instruction))
 

@@ -65,7 +65,7 @@ class Weights:
             "num_classes",
             "class_names",
         }  # of a head, which begins fresh where it is another one
-        free |= {"dropout", "dtype", "matmul_dtype", "attention", "nominal_vocab"}
+        free |= {"dropout", "dtype", "matmul_dtype", "logits_dtype", "attention", "nominal_vocab"}
         if not self.model.position_table:
             free.add("max_length")
         # Sizes that follow from others may be written out.

@@ -124,6 +124,7 @@ class ModelProfile(Section):
     framework: Framework = Field(IDEAL, description="the program that the seconds hold for")
     products: Literal["same", "float8"] = Field("same", description="dtype of the matrix products of blocks")
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
+    bytes_per_logit: Positive = Field(4.0, description="of a stored logit, whose gradient has bytes_per_weight")
     state_bytes: Positive = Field(
         16.0,
         description="per parameter: weight and gradient (2 + 2 bytes), and the state between steps (12)",

@@ -105,11 +105,12 @@ class FeedForward(nn.Module):
 
 
 class GPTHead(nn.Module):
-    """x[B, S, D] -> logits[B, S, V] in float32; `table` is the embedding's where the head is tied."""
+    """x[B, S, D] -> logits[B, S, V], of dtype `stored`; `table` is the embedding's where the head is tied."""
 
     config: GPTConfig
     dtype: Any
     hooks: Hooks
+    stored: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
@@ -118,7 +119,7 @@ class GPTHead(nn.Module):
         if table is None:
             rows = config.padded_vocab // self.hooks.shards
             table = self.param("tokens", nn.initializers.normal(INIT_STD), (rows, config.d_model))
-        return project_to_vocabulary(x, table, config.vocab, self.dtype, self.hooks)
+        return project_to_vocabulary(x, table, config.vocab, self.dtype, self.hooks, self.stored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +177,9 @@ class GPT:
         does padding, which repeats it."""
         last = objective.padded_after if objective.end is None else objective.end
         predicts = None if last is None else rows.windows[:, :-1] != last
-        return summed_loss(
-            self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks, predicts
-        )
+        head = self._head if self.config.logits_dtype == "float32" else self._head.clone(stored=self.dtype)
+        logits = apply(head, params["head"], x, self._table(params))
+        return summed_loss(logits, rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks, predicts)
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""

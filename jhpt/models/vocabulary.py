@@ -3,12 +3,14 @@
 A shard of the tensor axis holds V / shards neighbouring rows, and so the same columns of the logits.
 """
 
-from functools import reduce
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.models.activations import at_least_float32
 from jhpt.models.hooks import Hooks
 from jhpt.models.repeated import looked_up
 
@@ -31,9 +33,12 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -
     return hooks.total(jnp.where(in_shard[..., None], values, jnp.zeros((), dtype)))
 
 
-def project_to_vocabulary(x: jax.Array, table: jax.Array, vocab_size: int, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
-    """x table^T in float32, [..., V]; columns of padding rows are -inf, so they take no probability and no gradient."""
-    logits = _product(hooks.copy_to_tensor_axis(x), table.astype(dtype))
+def project_to_vocabulary(
+    x: jax.Array, table: jax.Array, vocab_size: int, dtype: jnp.dtype, hooks: Hooks, stored: Any = jnp.float32
+) -> jax.Array:
+    """x table^T [..., V], computed in `dtype`, summed in float32 and rounded to `stored`; columns of padding rows are
+    -inf, so they take no probability and no gradient."""
+    logits = _product(stored, hooks.copy_to_tensor_axis(x), table.astype(dtype))
     if vocab_size == table.shape[0] * hooks.shards:
         return logits
     return jnp.where(columns(logits, hooks) < vocab_size, logits, -jnp.inf)
@@ -46,13 +51,14 @@ def columns(logits: jax.Array, hooks: Hooks) -> jax.Array:
 
 
 def token_nll(logits: jax.Array, targets: jax.Array, hooks: Hooks | None = None) -> tuple[jax.Array, jax.Array]:
-    """(-log p(target), log Z) per token, each [...], from this shard's float32 logits[..., V / shards].
+    """(-log p(target), log Z) per token, each [...], in float32, from this shard's logits[..., V / shards].
 
     The target's logit is selected by comparison, not by a gather, because any shard may have it.
     """
     hooks = hooks or Hooks()
     if hooks.alone:
         return _nll_in_one_pass(logits, targets)
+    logits = at_least_float32(logits)
     high = jax.lax.stop_gradient(hooks.largest(jnp.max(logits, axis=-1)))
     log_z = high + jnp.log(hooks.total(jnp.sum(jnp.exp(logits - high[..., None]), axis=-1)))
     chosen = columns(logits, hooks) == targets[..., None]
@@ -68,9 +74,9 @@ def _nll_in_one_pass(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, 
 def _nll_forward(
     logits: jax.Array, targets: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-    high, total = _largest_and_sum(logits)
+    high, total = _largest_and_sum(at_least_float32(logits))
     log_z = high + jnp.log(total)
-    of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    of_target = at_least_float32(jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
     return (log_z - of_target, log_z), (logits, targets, log_z)
 
 
@@ -80,8 +86,8 @@ def _nll_backward(
     logits, targets, log_z = saved
     of_nll, of_log_z = errors
     chosen = columns(logits, Hooks()) == targets[..., None]
-    gradient = jnp.exp(logits - log_z[..., None]) * (of_nll + of_log_z)[..., None]
-    return gradient - jnp.where(chosen, of_nll[..., None], 0.0), None
+    gradient = jnp.exp(at_least_float32(logits) - log_z[..., None]) * (of_nll + of_log_z)[..., None]
+    return (gradient - jnp.where(chosen, of_nll[..., None], 0.0)).astype(logits.dtype), None
 
 
 _nll_in_one_pass.defvjp(_nll_forward, _nll_backward)
@@ -111,21 +117,23 @@ def _joined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
     return jnp.maximum(high, other_high), sums
 
 
-@jax.custom_vjp
-def _product(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x[..., D] table[V, D]^T -> [..., V], accumulated and returned in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(stored: Any, x: jax.Array, table: jax.Array) -> jax.Array:
+    """x[..., D] table[V, D]^T -> [..., V], accumulated in float32.
 
     The backward pass rounds the incoming gradient to the compute dtype first.  With autodiff both of its products would
     run in float32, at half the rate or less, over a float32 copy of the logits' gradient.
     """
-    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=stored)
 
 
-def _product_forward(x: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(x, table), (x, table)
+def _product_forward(stored: Any, x: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(stored, x, table), (x, table)
 
 
-def _product_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _product_backward(
+    stored: Any, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, table = saved
     gradient = gradient.astype(x.dtype)
     return jnp.einsum("...v,vd->...d", gradient, table), jnp.einsum("...v,...d->vd", gradient, x)

@@ -297,6 +297,11 @@ def _check_state(profile: ModelProfile, config: Config) -> None:
             f"{config.model.matmul_dtype}; set model.matmul_dtype={profile.products}, or make a profile with that of "
             f"{config.name}"
         )
+    if profile.bytes_per_logit != (stored := config.model.bytes_per_logit(round(profile.bytes_per_weight))):
+        raise InputError(
+            f"the profile {profile.name} stores a logit in {profile.bytes_per_logit:g} bytes, {config.name} in "
+            f"{stored} (model.logits_dtype); change that, or make a profile with that of {config.name}"
+        )
     state, optimizer = profile.state, config.optimizer
     if state.optimizer != optimizer.name:
         raise InputError(

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from jhpt.core.families.family import LOGIT_BYTES
 from jhpt.core.plan import Plan
 from jhpt.planner.report.words import gradients_text, offload_text, recomputation_text
 from jhpt.training.data.mixture import Mixture
@@ -47,7 +48,13 @@ def start_table(setup: AnySetup, step: Step[Any], first_step: int) -> Table:
     kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.summary}, "
-        f"{setup.model.dtype.name} compute" + (", float8 matrix products" if model.matmul_dtype == "float8" else ""),
+        f"{setup.model.dtype.name} compute"
+        + (", float8 matrix products" if model.matmul_dtype == "float8" else "")
+        + (
+            f", {setup.model.dtype.name} logits"
+            if model.bytes_per_logit(setup.model.dtype.itemsize) < LOGIT_BYTES
+            else ""
+        ),
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),

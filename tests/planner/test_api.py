@@ -69,3 +69,20 @@ def test_the_dtype_is_one_that_all_devices_have():
     bare = new.model_copy(update={"peak_flops": {"bfloat16": 1.0}})
     with pytest.raises(InputError, match=r"no dtype that all devices of the cluster have a rate for .*NVIDIA H100"):
         common_dtype("auto", [bare, single])
+
+
+def test_logits_are_priced_as_they_are_stored():
+    """In 16 bits: half the bytes of logits, and a profile of others is refused."""
+    stored = {"model.logits_dtype": "same"}
+    float32, same = (
+        prepare("gpt2-124m", cluster=cluster_named("h100x1x1"), space="spmd", batch=8, overrides=changes)
+        for changes in ({}, stored)
+    )
+    head, half = (task.profile.kinds["head"] for task in (float32, same))
+    assert half.activation_bytes == head.activation_bytes / 2
+    assert half.timings[0].forward[-1] < head.timings[0].forward[-1]
+    one, other = (task.solve().estimate.stages[0].bytes for task in (float32, same))
+    padded = 1024 * load_config("gpt2-124m", {"model.vocab_size": 50257}).model.padded_vocab
+    assert sum(one.values()) - sum(other.values()) == pytest.approx(8 * padded * 2)
+    with pytest.raises(InputError, match=r"stores a logit in 4 bytes, .* in 2 \(model.logits_dtype\)"):
+        prepare("gpt2-124m", cluster=cluster_named("h100x1x1"), batch=8, profile=float32.profile, overrides=stored)

@@ -128,6 +128,21 @@ def test_no_kernel_fills_stacks():
     assert not [shape for shape in written if "[12,16,128," in shape]
 
 
+def test_logits_in_16_bits_take_half_the_memory():
+    """What the step of one device saves with them is what the planner says: their other half."""
+    temporary, planned = [], []
+    for stored in ("float32", "same"):
+        changes = {"model.num_layers": 2, "data.batch_size": 16, "model.logits_dtype": stored}
+        config, cluster = load_config("gpt2-124m", changes | {"model.vocab_size": 50257}), find_cluster("h100x1x1")
+        plan = plan_by_hand(config, 1)
+        compiled, _ = compile_for(config, plan, cluster)
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        planned.append(temporaries(plan, analytic_profile(config, cluster.nodes[0].device), cluster))
+    half = 16 * 1024 * config.model.padded_vocab * 2
+    assert planned[0] - planned[1] == half
+    assert temporary[0] - temporary[1] == pytest.approx(half, rel=0.02)
+
+
 def test_blocks_of_a_single_device_are_in_no_loop():
     """No activation is copied in or out of a stack: kernels move less than 0.7 of a loop's bytes, in no more memory.
     It is less than predicted, because gradients take the place of activations."""

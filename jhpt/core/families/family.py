@@ -57,6 +57,10 @@ class FlopsPerToken:
         return self.forward + self.backward
 
 
+LOGIT_BYTES = 4
+"""Logits are float32, unless a family says otherwise (`ModelConfig.bytes_per_logit`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What the cost of a layer depends on, beside the model.
@@ -191,6 +195,10 @@ class ModelConfig(Section):
         @property
         def matmul_dtype(self) -> Literal["same", "float8"]:
             """Operands of the matrix products of blocks."""
+
+    def bytes_per_logit(self, element: int) -> int:
+        """Of a number of the head's result.  element: bytes of a number in the compute dtype."""
+        return LOGIT_BYTES
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -37,6 +37,11 @@ class GPTConfig(TransformerConfig):
     bias: bool = Field(True, description="biases in the linear layers")
     qkv_bias: bool = Field(False, description="biases of queries, keys and values even where bias is false (Qwen2)")
     tied: bool = Field(True, description="output head shares the embedding table")
+    logits_dtype: Literal["float32", "same"] = Field(
+        "float32",
+        description="how training stores logits; same: model.dtype, in bfloat16 half the memory.  Their product is "
+        "summed, and the loss is computed, in float32 either way",
+    )
 
     @field_validator("norm")
     @classmethod
@@ -124,6 +129,10 @@ class GPTConfig(TransformerConfig):
     def norm_parameters(self) -> int:
         """A scale, and for layernorm a bias."""
         return NORMS[self.norm] * self.d_model
+
+    def bytes_per_logit(self, element: int) -> int:
+        """As configured."""
+        return element if self.logits_dtype == "same" else super().bytes_per_logit(element)
 
     @property
     def tied_table(self) -> bool:

@@ -26,9 +26,6 @@ from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, table, 
 NAMED_TENSORS = (BLOCK_INPUT, "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
 """Names inside a block, in the order in which the forward pass produces them."""
 
-LOGIT_BYTES = 4
-"""Logits are float32 (`jhpt.models.vocabulary`)."""
-
 FUSED_BACKWARD = 0.85
 """The rate of fused attention's backward pass relative to the forward pass.  Dao 2023 (arXiv 2307.08691), figures 5 and
 6, A100, head width 128: 0.8 to 0.9."""
@@ -216,9 +213,9 @@ class TransformerConfig(TextConfig):
     def head_cost(self, sizes: Sizes) -> LayerCost:
         """Logits are split by columns; the softmax exchanges three numbers per token, which are left out.
 
-        Saved: the float32 logits, or what became of them in the softmax, and the product's input with what led to it.
+        Saved: the logits, or what became of them in the softmax, and the product's input with what led to it.
         """
-        transform = self.head_transform
+        transform, stored = self.head_transform, self.bytes_per_logit(sizes.element)
         stream_bytes = sizes.predicted * self.d_model * sizes.element
 
         def work(batch: int, tensor: int) -> Work:
@@ -228,14 +225,14 @@ class TransformerConfig(TextConfig):
             if transform:
                 products.append(matmul(rows, self.d_model, self.d_model, sizes.element))
             norm = batch * stream_bytes * (6 if transform else 2)
-            # Written in float32, read for the maximum, the sum and the target.  Backward: read, gradient written.
-            forward = norm + logits * (LOGIT_BYTES - sizes.element + 2 * LOGIT_BYTES)
-            backward = 2 * norm + logits * (LOGIT_BYTES + sizes.element)
+            # Written as stored, read for the maximum, the sum and the target.  Backward: read, gradient written.
+            forward = norm + logits * (stored - sizes.element + 2 * stored)
+            backward = 2 * norm + logits * (stored + sizes.element)
             return Work((*products, table(forward)), (*transposed(products), table(backward)))
 
         return LayerCost(
             work=work,
-            activation_bytes=float(sizes.predicted * self.padded_vocab * LOGIT_BYTES),
+            activation_bytes=float(sizes.predicted * self.padded_vocab * stored),
             replicated_bytes=float((4 if transform else 2) * stream_bytes),
             tensor_backward_bytes=float(stream_bytes),
         )

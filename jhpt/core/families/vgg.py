@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jhpt.core.families.family import (
+    LOGIT_BYTES,
     FlopsPerToken,
     LayerCost,
     LayerKindCost,
@@ -33,8 +34,6 @@ COLUMN_D = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 5
 CLASS_MULTIPLE = 128
 """The head's columns are padded to this multiple, so that every tensor degree divides them."""
 
-LOGIT_BYTES = 4
-"""Logits are float32."""
 
 Kind = Literal["conv", "conv_pooled", "dense"]
 

@@ -22,7 +22,7 @@ from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
 from jhpt.planner.cost.layer_costs import KindCosts, slot
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers
-from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, with_embedding_and_head
+from jhpt.planner.cost.memory import Slot, in_one_stage, in_pipeline, with_embedding_and_head
 from jhpt.planner.cost.schedule import Array
 
 _Key = tuple[Place, int, LayerStrategy]
@@ -100,7 +100,7 @@ class CostModel(CostBasis):
         head, local = self.kinds[self.index[-1]], -(-strategy.micro_batch // data)
         # The gradient of the logits starts the backward pass, in the compute dtype.
         logits = local * head.activation_bytes / tensor
-        head_bytes = logits * (1 + width / FLOAT32) + local * head.replicated_bytes
+        head_bytes = logits * (1 + width / self.profile.bytes_per_logit) + local * head.replicated_bytes
         if strategy.program == "pipeline":
             return in_pipeline(costs, head_bytes)
         numbers = self.data_collectives.parameters[self.index] / tensor

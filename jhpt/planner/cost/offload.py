@@ -25,7 +25,7 @@ three moments.
     forward       7 rows in use or being copied, or 6.4 beside the working set; with resident blocks 7 beside it, since
                   one of these is updated before the streamed block's written rows are freed; 5 with updates in the
                   backward pass
-    head          a micro-batch's logits in float32, their gradient, and what led to them; half a row of weights, since
+    head          a micro-batch's logits, their gradient, and what led to them; half a row of weights, since
                   those of the first block arrive late if there are many logits; 3 rows with updates in the backward
                   pass
     backward      a row of weights being copied; the larger of the working set and a block's gradient, as computed and
@@ -178,7 +178,7 @@ class Sizes:
 
     row: a rank's share of a block's parameters in float32.  whole: all of them.  moments: a rank's share of a block's
     optimizer state.  stream: the residual stream of the whole batch.  saved: by a block, for the whole batch.  work:
-    what a block saves without recomputation, of a micro-batch.  logits: of a micro-batch, in float32.
+    what a block saves without recomputation, of a micro-batch.  logits: of a micro-batch, with their gradient.
     embedding_and_head: number of their parameters.  table: the larger of their tables, in the compute dtype.  entry,
     exit: what embedding and head save, of a micro-batch.  element: bytes of a number in the compute dtype.
     """
@@ -215,7 +215,7 @@ def sizes_of(plan: Plan, model: CostModel) -> Sizes:
         stream=whole * first.boundary_bytes,
         saved=whole * (first.boundary_bytes + named if plan.recompute else work),
         work=micro * work,
-        logits=micro * last.activation_bytes,
+        logits=micro * last.activation_bytes * (1 + profile.bytes_per_weight / profile.bytes_per_logit),
         embedding_and_head=float(first.parameters + last.parameters),
         table=profile.bytes_per_weight * max(first.parameters, last.parameters),
         entry=micro * first.replicated_bytes,
@@ -276,11 +276,10 @@ def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
 
 
 def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
-    logits = sizes.logits * (1 + sizes.element / FLOAT32) + sizes.exit
     rows = 3 if offload.update_in_backward else 0.5
     return {
         "rows at work": rows * sizes.row,
-        "logits": logits,
+        "logits": sizes.logits + sizes.exit,
         "gradients of embedding and head": 2 * _accumulated_embedding_and_head(sizes),
     }
 

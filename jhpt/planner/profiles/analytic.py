@@ -84,6 +84,7 @@ def analytic_profile(
         framework=framework,
         products=model.matmul_dtype,
         bytes_per_weight=sizes.element,
+        bytes_per_logit=model.bytes_per_logit(sizes.element),
         state=state,
         kinds=_kinds(model, sizes, _max_tensor(model, state), run),
         layers=model.layers,
