@@ -21,15 +21,15 @@ FREE = {
     "iota",
     "after-all",
     "partition-id",
-    "custom-call",
     "while",
     "conditional",
     "call",
 }
-"""Opcodes that move nothing by themselves; custom calls are products and fused attention, or kernels of ours."""
+"""Opcodes that move nothing by themselves."""
 
 KERNEL = "mosaic_gpu_v2"
-"""The custom call of a kernel of `jhpt.kernels`, which reads its operands and writes its results once."""
+"""The custom call of a kernel of `jhpt.kernels`, which reads its operands and writes its results once.  Other custom
+calls are products and fused attention, and are not counted."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -41,16 +41,17 @@ class ElementWise(Walk):
         return tuple(computation)
 
     def _called(self, frame: Frame, instruction: Instruction) -> Tally:
-        tally, opcode = super()._called(frame, instruction), instruction.opcode
-        ours = opcode == "custom-call" and (instruction.attribute("custom_call_target") or "").strip('"') == KERNEL
-        if (
-            tally.flops
-            or (opcode in FREE and not ours)
-            or opcode.startswith("async")
-            or opcode.endswith(("-start", "-done"))
-        ):
+        tally = super()._called(frame, instruction)
+        if tally.flops or not _moves(instruction):
             return tally
         return replace(tally, moved=moved_bytes(self.module, frame.computation, instruction))
+
+
+def _moves(instruction: Instruction) -> bool:
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        return (instruction.attribute("custom_call_target") or "").strip('"') == KERNEL
+    return opcode not in FREE and not opcode.startswith("async") and not opcode.endswith(("-start", "-done"))
 
 
 def moved_bytes(module: Module, computation: Computation, kernel: Instruction) -> float:
