@@ -11,8 +11,8 @@ codes quarters an error, so errors are multiplied by 4^(bits of ranges per numbe
 an uncompressed cell of `jhpt bench convergence` for gpt-tiny, the numbers are those that four ranks would send.
 """
 
+import argparse
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
@@ -143,8 +143,11 @@ def _outward(values: Numbers, way: float) -> Any:
 
 
 if __name__ == "__main__":
-    file, *trained = sys.argv[1:]
-    if trained:
-        measure_trained(trained[0], file)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantization", description=__doc__.partition("\n")[0])
+    parser.add_argument("file", help="file for the errors")
+    parser.add_argument("parameters", nargs="?", help=".npz file of an uncompressed cell of `jhpt bench convergence`")
+    options = parser.parse_args()
+    if options.parameters:
+        measure_trained(options.parameters, options.file)
     else:
-        measure(file)
+        measure(options.file)
