@@ -146,11 +146,19 @@ def embedding_and_head_cost(model: CostModel, place: Place, t: int, strategy: La
     return EmbeddingAndHeadCost(
         once=_updated(model, parameters, zero, shards) + (all_gather(near, size) if zero else 0.0),
         used=(reduce_scatter(near, size) + all_reduce(far, size / shards) if zero else all_reduce(group, size))
-        + float(plain.tied[-1]),
+        + _sum_over_ends(model, place, float(plain.tied[-1])),
         state=parameters
         * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), shards, sent=False, slot=True),
         saved=-(-strategy.micro_batch // data) * max(map(float, model.boundary[:-1])) / (t if strategy.sequence else 1),
     )
+
+
+def _sum_over_ends(model: CostModel, place: Place, exchange: float) -> float:
+    """Seconds of an all-reduce over the first and the last stage, from those in which programs of their own exchange
+    the same bytes: it has one latency and, where both directions of an exchange go one after the other, half the rest.
+    """
+    latency = (place.network if len(model.places.nodes) > 1 else place.inside).latency
+    return (exchange - latency) / model.cluster.both_ways + latency if exchange else 0.0
 
 
 def _updated(model: CostModel, parameters: float, zero: int, data: int) -> float:
