@@ -98,13 +98,14 @@ def spmd_variants(subject: Subject, model: CostModel, rate: float, quota: Quota)
 def general_variants(
     subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch
 ) -> list[Variant]:
-    """The planner's plans of several stages with a program each, on all hosts, the one predicted fastest first."""
+    """The planner's plans of several stages with a program each, or with samples by speed, on all hosts, the one
+    predicted fastest first."""
     cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
     wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
     answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
     found = []
     for plan in (answer.plan, *answer.alternatives):
-        if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
+        if plan.devices == cluster.num_devices and (len(plan.stages) > 1 or plan.by_speed) and stages_run(plan):
             found.append(variant_of(GENERAL, plan, rate, model, quota, dispatch))
     return sorted(found, key=lambda variant: variant.predicted)
 

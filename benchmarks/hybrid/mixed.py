@@ -1,12 +1,15 @@
 """Hosts with quotas that differ: the plan by the speed of each against the best equal split of the layers or rows.
 
     data parallel, gpipe, 1f1b, equal grid    the plan of each that is predicted to be the best (`baselines`)
-    by speed                                  the planner's plan (space=general): layers by the speed of each host
+    samples by speed                          one stage, on which faster hosts have more samples
+    by speed                                  the planner's plan (space=general): layers or samples by the speed of each
+                                              host
 
-All but the last are one SPMD program on all hosts.
+All but the last two are one SPMD program on all hosts.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
 from benchmarks.hybrid.competitors import Variant, general_variants, nearby_variants, tried, variant_of
@@ -14,7 +17,7 @@ from benchmarks.hybrid.costs import Rows, cluster_of, kind_name, profile_of
 from benchmarks.hybrid.general import Dispatch
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota
-from benchmarks.hybrid.task import BY_SPEED, TRIALS
+from benchmarks.hybrid.task import BY_SPEED, SAMPLES, TRIALS
 from jhpt.core.cluster import Link
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.model import CostModel
@@ -56,5 +59,7 @@ def planned_by_speed(
             (variant_of(name, plan, rate, model, quota) for plan in plans), key=lambda variant: variant.predicted
         )[: TRIALS if name == ANY_GRID else 1]
     ]
-    candidates = tried(general_variants(subject, model, rate, quota, dispatch), BY_SPEED, TRIALS)
-    return [*variants, *candidates, *nearby_variants(candidates, model, quota, dispatch)]
+    general = general_variants(subject, model, rate, quota, dispatch)
+    samples = [replace(one, name=SAMPLES) for one in general if one.plan.by_speed]
+    candidates = tried(general, BY_SPEED, TRIALS)
+    return [*variants, *samples[:1], *candidates, *nearby_variants(candidates, model, quota, dispatch)]

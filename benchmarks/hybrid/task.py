@@ -28,6 +28,9 @@ NEARBY = "nearby"
 BY_SPEED = "by speed"
 """The plan on hosts of different quotas (`benchmarks.hybrid.mixed`), as a competitor."""
 
+SAMPLES = "samples by speed"
+"""On such hosts the best plan of one stage whose data ranks have samples by their speed, as a competitor."""
+
 
 def run_key(competitor: str, plan: Plan) -> str:
     """A key that is equal for what runs the same: equal plans that send the same numbers."""

@@ -1,7 +1,8 @@
 """Every plan of a decision set, one by one.
 
 The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general`.  On a mixed cluster the
-latter has a plan once for every order of the kinds of nodes in which its stages lie in a row.
+latter has a plan once for every order of the kinds of nodes in which its stages lie in a row, and plans of one stage
+with samples by data rank: one for all ways to deal them out in which no kind of device has more than a given number.
 """
 
 import itertools
@@ -36,6 +37,8 @@ class Draft(NamedTuple):
     again: int | None
     """How many first blocks are recomputed; None: all, or none without recomputation."""
     stages: tuple[StageDraft, ...]
+    samples: tuple[int, ...] | None = None
+    """Of a micro-batch by data rank; None: the same number on all."""
 
 
 def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
@@ -47,6 +50,9 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
         if zero not in _levels(request, space, m):
             continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
+        if space == "general":
+            for stage, samples in _dealt(model, request.batch // m):
+                yield Draft(m, zero, recompute, sequence, None, "eager-1f1b", None, (stage,), samples)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
                 groups = _node_ranks(model, space, zero, stages)
@@ -159,6 +165,39 @@ def _general_stages(
                     yield "gpipe", row
 
 
+def _dealt(model: CostModel, micro_batch: int) -> Iterator[tuple[StageDraft, tuple[int, ...]]]:
+    """Plans of one stage on all devices of several kinds whose data ranks, each of one kind, have samples of their own.
+
+    Only the most samples of a rank of each kind counts.
+    """
+    if not model.cluster.mixed:
+        return
+    order, _ = next(_rows(model))
+    kinds = {model.places.kind_of(device) for device in order}
+    some = (each for size in range(2, len(kinds) + 1) for each in itertools.combinations(sorted(kinds), size))
+    for chosen, t in itertools.product(some, _common_degrees(model)):
+        members = sorted(
+            (device for device in order if model.places.kind_of(device) in chosen), key=model.places.kind_of
+        )
+        of_device = [model.places.kind_of(device) for device in members]
+        ranks = of_device[::t]
+        if len(members) % t or any(kind != ranks[at // t] for at, kind in enumerate(of_device)):
+            continue
+        for most in itertools.product(range(1, micro_batch + 1), repeat=len(chosen)):
+            if samples := _filled([dict(zip(chosen, most, strict=True))[kind] for kind in ranks], micro_batch):
+                yield (tuple(members), ((0, (t,) * model.num_layers),)), samples
+
+
+def _filled(most: list[int], total: int) -> tuple[int, ...] | None:
+    """Numbers of this sum, from 1 up to `most`, of which every different one is reached; None: there are none."""
+    samples, first = [1] * len(most), {number: at for at, number in reversed(list(enumerate(most)))}
+    for number, at in first.items():
+        samples[at] = number
+    for at, number in enumerate(most):
+        samples[at] += min(number - samples[at], max(0, total - sum(samples)))
+    return tuple(samples) if sum(samples) == total else None
+
+
 def _rows(model: CostModel) -> Iterator[tuple[Sequence[int], list[int]]]:
     """The devices in every order of the kinds of nodes, and the first positions of nodes, where stages may begin.
 
@@ -208,8 +247,9 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = sum(len(_levels(request, space, m)) for m in request.micro_batches) * len(request.recompute)
-        return treatments * _count_general(model)
+        levels, choices = {m: len(_levels(request, space, m)) for m in request.micro_batches}, len(request.recompute)
+        dealt = sum(levels[m] * len(list(_dealt(model, request.batch // m))) for m in levels)
+        return choices * (sum(levels.values()) * _count_general(model) + dealt)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:
         return plain

@@ -46,7 +46,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:7], len(draft.stages), len(draft.stages[0][1])].append(draft)
+        groups[*draft[:7], len(draft.stages), len(draft.stages[0][1]), draft.samples].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -97,6 +97,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
                 device=members[0],
                 devices=len(members),
                 apart=None if isinstance(members, range) else tuple(members),
+                samples=draft.samples,
                 chunks=tuple(Chunk(first=first, runs=runs_of(list(degrees))) for first, degrees in chunks),
             )
             for members, chunks in draft.stages
@@ -138,6 +139,8 @@ class _Pricer:
             several_micro_batches=m > 1,
             two_micro_batches=m == 2 and s == 1,
         )
+        if draft.samples:
+            return np.array([self._dealt_seconds(each, strategy) for each in group])
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
         sums = [self._sum(stage, strategy, s, draft.again) for stage in numbers]
@@ -156,16 +159,35 @@ class _Pricer:
             seconds[fits] = step_seconds(draft.schedule, m, *times, overlap=self.model.cluster.overlap)
         return seconds
 
+    def _dealt_seconds(self, draft: Draft, strategy: LayerStrategy) -> float:
+        """Seconds of a plan of one stage with samples by data rank; inf if a kind of device has no room for its own."""
+        (stage,), samples = draft.stages, draft.samples
+        assert samples is not None
+        place, tensor = self.model.places.of(stage[0]), len(stage[0]) // len(samples)
+        most = dict.fromkeys(place.kinds, 0)
+        for rank, number in enumerate(samples):
+            kind = self.model.places.kind_of(stage[0][rank * tensor])
+            most[kind] = max(most[kind], number)
+        for kind, number in most.items():
+            own = [self.model.places.nodes[self.model.places.node_of[device]].device for device in stage[0]]
+            room = min(each.usable for each in own if each.rates == self.model.places.kinds[kind].rates)
+            alone = replace(place, kinds=(kind,), samples=(number,))
+            needed = self._summed(stage, strategy, 1, None, alone)
+            if not needed.bytes + needed.activations <= room:
+                return math.inf
+        each = replace(place, samples=tuple(most[kind] for kind in place.kinds))
+        one = self._summed(stage, strategy, 1, None, each)
+        work = draft.micro_batches * (one.forward[0] + one.backward[0])
+        return work - one.backward[0] + max(one.backward[0], one.sync) + one.update
+
     def _sum(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None) -> _Sum:
         key = (self.model.places.of(stage[0]), stage[1], strategy, stages, again)
         if key not in self._sums:
-            self._sums[key] = self._summed(stage, strategy, stages, again)
+            self._sums[key] = self._summed(stage, strategy, stages, again, key[0])
         return self._sums[key]
 
-    def _summed(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None) -> _Sum:
-        members, chunks = stage
-        many = stages > 1
-        model, place = self.model, self.model.places.of(members)
+    def _summed(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None, place: Place) -> _Sum:
+        chunks, many, model = stage[1], stages > 1, self.model
         n, devices = model.num_layers, place.devices
         plain = replace(strategy, recompute=False)
         by_layer = [strategy if again is None or layer <= again else plain for layer in range(n)]

@@ -77,6 +77,11 @@ class Stage(Section):
     apart: tuple[NonNegativeInt, ...] | None = Field(
         None, description="all devices in the order of their ranks, where they are not neighbours; null: they are"
     )
+    samples: tuple[Count, ...] | None = Field(
+        None,
+        description="space=general, one stage: samples of a micro-batch by data rank, more where devices are faster; "
+        "null: the same number on all",
+    )
     chunks: Annotated[tuple[Chunk, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -207,6 +212,11 @@ class Plan(Section):
     def shards(self) -> int:
         """Number of data ranks over which ZeRO shards."""
         return self.zero_ranks or self.replicas
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether data ranks have samples by the speed of their devices."""
+        return any(stage.samples is not None for stage in self.stages)
 
     @property
     def placed(self) -> Iterator[PlacedRun]:

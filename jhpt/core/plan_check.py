@@ -74,6 +74,7 @@ def check_plan(plan: Plan, num_layers: int) -> None:
         )
     check(choices_of(plan))
     _check_devices(plan)
+    _check_samples(plan)
     for saved in (plan.saved, plan.other_blocks.saved if plan.other_blocks else None):
         if saved is not None:
             _check_saved(saved)
@@ -211,4 +212,28 @@ def _check_devices(plan: Plan) -> None:
             raise InputError(
                 f"layer {layer}: tensor={run.tensor} does not divide the {stage.devices} devices of its stage; "
                 f"use {one_of(divisors(stage.devices))}"
+            )
+
+
+def _check_samples(plan: Plan) -> None:
+    """Samples by data rank are those of a micro-batch, on one stage of one tensor degree that has its own program."""
+    for stage in plan.stages:
+        if stage.samples is None:
+            continue
+        given = f"samples={list(stage.samples)}"
+        if plan.space != "general" or len(plan.stages) > 1:
+            raise InputError(
+                f"{given} by data rank are for space=general with one stage, found space={plan.space} with "
+                f"{len(plan.stages)}; leave samples out, so that all ranks have the same number"
+            )
+        if len(stage.degrees) > 1:
+            raise InputError(
+                f"{given} by data rank need one tensor degree, because layers of several have different data ranks, "
+                f"found {list(stage.degrees)}; use one, or leave samples out"
+            )
+        ranks, micro_batch = stage.devices // stage.degrees[0], plan.batch // plan.micro_batches
+        if len(stage.samples) != ranks or sum(stage.samples) != micro_batch:
+            raise InputError(
+                f"{given} must name the samples of each of {ranks} data ranks, together the {micro_batch} of a "
+                f"micro-batch; they name {len(stage.samples)} ranks with {sum(stage.samples)} samples"
             )

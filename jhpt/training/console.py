@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jhpt.core.families.family import LOGIT_BYTES
 from jhpt.core.plan import Plan
-from jhpt.planner.report.words import gradients_text, offload_text, recomputation_text
+from jhpt.planner.report.words import gradients_text, offload_text, recomputation_text, samples_text
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main, launcher
@@ -112,6 +112,7 @@ def plan_text(plan: Plan) -> str:
         mesh,
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
         "sequence" if plan.sequence else "",
+        samples_text(plan),
         f"zero {plan.zero}" + (f" over {plan.zero_ranks} ranks" if plan.zero_ranks else ""),
         f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}",
         recompute_text(plan),

@@ -25,10 +25,17 @@ def placed_batch(layout: StagesLayout, parts: ModelParts, rows: Any) -> tuple[Ch
 
 
 def chunk_batch(chunk: PlacedChunk, parts: ModelParts, rows: Any) -> ChunkBatch:
-    """The batch with room for `chunk.room` rows in a micro-batch, in numpy.  Padding repeats rows, with weight zero."""
+    """The batch with room for `chunk.room` rows in a micro-batch, in numpy.
+
+    Padding repeats rows, with weight zero; with samples by speed replicas leave it out.
+    """
     size, room = chunk.micro_batch, chunk.room
     count = chunk.layout.plan.micro_batches
     ids = np.arange(count * size, dtype=np.int32).reshape(count, size)
+    if chunk.samples:
+        first, each = np.cumsum((0, *chunk.samples[:-1])), room // len(chunk.samples)
+        taken = ids[:, (first[:, None] + np.arange(each)).ravel() % size]
+        return ChunkBatch(jax.tree.map(lambda leaf: leaf[taken], rows), taken)
     taken = np.concatenate([ids, ids[:, np.arange(room - size) % size]], axis=1)
     cut = jax.tree.map(lambda leaf: leaf[taken], rows)
     if room > size:

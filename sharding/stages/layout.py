@@ -6,6 +6,8 @@ ends are empty.  A table that embedding and head share lies on both.
 
 A micro-batch of b samples does not have to divide by the r replicas of a stage: each has room for ceil(b / r) samples,
 one replica after the other, and the room behind the last sample is padding, which counts in no loss and no gradient.
+With samples by speed (`Stage.samples`) every replica has room for as many as the one that has most, and computes its
+own only (`passes`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,8 @@ class PlacedChunk:
     """A chunk of a stage as a model of its own.
 
     layout: on the devices of the stage.  first: its first block.  embeds, heads: whether it begins with the embedding,
-    and ends with the head.  micro_batch: samples of all replicas together.
+    and ends with the head.  micro_batch: samples of all replicas together.  samples: of every replica, if they differ
+    by speed.
     """
 
     layout: Layout
@@ -43,6 +46,7 @@ class PlacedChunk:
     embeds: bool
     heads: bool
     micro_batch: int
+    samples: tuple[int, ...] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -209,6 +213,7 @@ def place_stages(
             embeds=embeds,
             heads=heads,
             micro_batch=plan.batch // plan.micro_batches,
+            samples=stage.samples,
         )
 
     return StagesLayout(
@@ -223,7 +228,7 @@ def place_stages(
 def _alone(plan: Plan, stage: Stage, degrees: Sequence[int]) -> Plan:
     """One stage of layers of these tensor degrees, with room for as many samples as each replica may have to take."""
     replicas = stage.devices // stage.degrees[0]
-    each = -(-plan.batch // plan.micro_batches // replicas)
+    each = max(stage.samples) if stage.samples else -(-plan.batch // plan.micro_batches // replicas)
     alone = Stage(device=0, devices=stage.devices, chunks=(Chunk(first=0, runs=runs_of(degrees)),))
     return plan.model_copy(
         update={

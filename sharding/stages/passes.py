@@ -8,12 +8,15 @@
 Every device keeps saved activations and unreduced gradients of its own: they leave a program as arrays
 [devices, ...] and enter the next one as they are.  The last chunk computes its loss in the backward pass, so that
 logits never outlive a pass, and its forward pass keeps y for that.
+
+With samples by speed a pass has a branch for every number of rows, and each data rank takes that of its own.  All
+have room for the most rows: what a rank with fewer leaves or takes is padded or cut.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +30,10 @@ from jhpt.sharding.parameters import ParameterStorage
 from jhpt.sharding.single_stage import OneStage
 from jhpt.sharding.stages.layout import EMBEDDING, PlacedChunk
 from jhpt.sharding.step import Execution
-from jhpt.sharding.types import Batch, Gradients, RowContext, Specs, StoredParams
+from jhpt.sharding.types import Batch, Gradients, Params, RowContext, Specs, StoredParams
 from jhpt.sharding.zero import summed_together
+
+T = TypeVar("T")
 
 WHOLE = PartitionSpec()
 
@@ -74,12 +79,8 @@ class ChunkPrograms:
         """(parameters, x, batch, key, micro-batch) -> (y, what the backward pass needs); the first chunk takes no x."""
 
         def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
-            params = _its(params)
-            rows, context = self._micro_batch(batch, key, at)
-            if self.placed.embeds:
-                x = self._stage.embedded(params, rows, context)[0]
-            y, passed = self._stage.blocks_forward(params, x, context)
-            return y, _one([of_run.saved for of_run in passed])
+            y, saved = self._of_own_rows(partial(self._forward, _its(params)), x, *self._micro_batch(batch, key, at))
+            return y, _one(saved)
 
         return self._jitted(self._mapped(run, (self._own, self._x, *self._given), (self._y, self._own)))
 
@@ -93,18 +94,9 @@ class ChunkPrograms:
         def run(
             total: Any, params: Any, saved: Any, error: jax.Array, batch: Any, key: jax.Array, at: jax.Array
         ) -> tuple[Any, Any, Any]:
-            total, params, saved = _its(total), _its(params), _its(saved)
-            rows, context = self._micro_batch(batch, key, at)
-            gradient: Gradients = {}
-            sums = None
-            if self.placed.heads:
-                gradient, error, sums = self._stage.loss_gradient(params, error, rows, context, self.scale)
-            passed = self._stage.resumed(params, self._entering(params, rows, context), context, saved)
-            blocks, error = self._stage.blocks_backward(params, passed, error, total["blocks"])
-            if self.placed.embeds:
-                gradient = added(gradient, self._stage.embedded(params, rows, context)[1](error)[0])
-            outside = added({name: part for name, part in total.items() if name != "blocks"}, gradient)
-            return _one({**outside, "blocks": blocks}), None if self.placed.embeds else error, _one(sums)
+            its = partial(self._backward, _its(total), _its(params), _its(saved))
+            total, down, sums = self._of_own_rows(its, error, *self._micro_batch(batch, key, at))
+            return _one(total), down, _one(sums)
 
         inputs = (self._own, self._own, self._own, self._y, *self._given)
         return self._jitted(self._mapped(run, inputs, (self._own, self._x, self._own)), donate_argnums=0)
@@ -114,12 +106,14 @@ class ChunkPrograms:
         """(parameters, x, batch, key, micro-batch) -> y, or the last chunk's sums."""
 
         def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> Any:
-            params = _its(params)
-            rows, context = self._micro_batch(batch, key, at)
-            if self.placed.embeds:
-                x = self._stage.embedded(params, rows, context)[0]
-            y, _ = self._stage.blocks_forward(params, x, context)
-            return _one(self._stage.head_loss(params, y, rows, context)) if self.placed.heads else y
+            its = _its(params)
+
+            def evaluated(x: Any, rows: Batch, context: RowContext) -> Any:
+                y, _ = self._forward(its, x, rows, context)
+                return self._stage.head_loss(its, y, rows, context) if self.placed.heads else y
+
+            out = self._of_own_rows(evaluated, x, *self._micro_batch(batch, key, at))
+            return _one(out) if self.placed.heads else out
 
         out = self._own if self.placed.heads else self._y
         return self._jitted(self._mapped(run, (self._own, self._x, *self._given), out))
@@ -157,6 +151,47 @@ class ChunkPrograms:
         return self._jitted(self._summed)
 
     # What is inside of them.
+
+    def _forward(self, params: Params, x: Any, rows: Batch, context: RowContext) -> tuple[jax.Array, list[Any]]:
+        """(y, saved activations) of these rows; x: None if they are embedded here."""
+        if self.placed.embeds:
+            x = self._stage.embedded(params, rows, context)[0]
+        y, passed = self._stage.blocks_forward(params, x, context)
+        return y, [of_run.saved for of_run in passed]
+
+    def _backward(
+        self, total: Gradients, params: Params, saved: Any, error: jax.Array, rows: Batch, context: RowContext
+    ) -> tuple[Gradients, jax.Array | None, Any]:
+        """(gradients with those of these rows, error for the chunk before, sums of the last chunk)."""
+        entering = self._entering(params, rows, context)
+        gradient: Gradients = {}
+        sums = None
+        if self.placed.samples:
+            saved = _cut_to(jax.eval_shape(partial(self._forward, params), None, rows, context)[1], saved)
+        if self.placed.heads:
+            gradient, error, sums = self._stage.loss_gradient(params, error, rows, context, self.scale)
+        passed = self._stage.resumed(params, entering, context, saved)
+        blocks, error = self._stage.blocks_backward(params, passed, error, total["blocks"])
+        if self.placed.embeds:
+            gradient = added(gradient, self._stage.embedded(params, rows, context)[1](error)[0])
+        outside = added({name: part for name, part in total.items() if name != "blocks"}, gradient)
+        return {**outside, "blocks": blocks}, None if self.placed.embeds else error, sums
+
+    def _of_own_rows(self, function: Callable[..., T], *rows: Any) -> T:
+        """function(*rows), of as many rows as this data rank has samples; padded to the result for all rows."""
+        samples = self.placed.samples
+        if samples is None:
+            return function(*rows)
+        whole = jax.eval_shape(function, *rows)
+
+        def branch(count: int) -> Callable[..., T]:
+            return lambda *rows: _padded_to(whole, function(*jax.tree.map(lambda leaf: leaf[:count], rows)))
+
+        counts = sorted(set(samples))
+        rank = jax.lax.axis_index(self.placed.device_mesh.axes(self.placed.entry).data)
+        which = jnp.asarray([counts.index(each) for each in samples])[rank]
+        result: T = jax.lax.switch(which, list(map(branch, counts)), *rows)
+        return result
 
     def _summed(self, sums: Any) -> jax.Array:
         axes = self.placed.device_mesh.axes(self.placed.exit).data
@@ -230,6 +265,22 @@ class ChunkPrograms:
     def _mapped(self, run: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         mesh = self.placed.device_mesh.mesh
         return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _padded_to(whole: Any, tree: T) -> T:
+    """Arrays with zeros behind them, as large as those of the tree `whole`."""
+
+    def padded(like: Any, leaf: jax.Array) -> jax.Array:
+        missing = [(0, size - n) for size, n in zip(like.shape, leaf.shape, strict=True)]
+        return jnp.pad(leaf, missing) if like.shape != leaf.shape else leaf
+
+    result: T = jax.tree.map(padded, whole, tree)
+    return result
+
+
+def _cut_to(part: Any, tree: Any) -> Any:
+    """The first entries of arrays, as many as those of the tree `part` have."""
+    return jax.tree.map(lambda like, leaf: leaf[tuple(map(slice, like.shape))], part, tree)
 
 
 def _one(tree: Any) -> Any:

@@ -186,7 +186,7 @@ def test_every_launch_measures_everything(monkeypatch):
     assert hybrid.run(quick=False, json_path="file", launches=3) == 1
     equal = [((), True, False), *(((model,), False, False) for model in MODELS)]
     assert asked[:8] == [*equal, (("gpt",), False, True)] and asked[8:] == asked[:2]
-    assert [row["launch"] for row in written["rows"]] == [0] * (6 * 3 + 1 + 2)
+    assert [row["launch"] for row in written["rows"]] == [0] * (6 * 3 + 1 + 3)
     assert (written["settings"]["launches"], written["settings"]["failure"]) == (3, "host 2 is gone")
     asked.clear()
     assert hybrid.run(quick=False, json_path=None, launches=1, only=["mixed", "vgg"]) == 0

@@ -13,7 +13,7 @@ from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota
-from benchmarks.hybrid.task import BY_SPEED, NEARBY, TRIALS
+from benchmarks.hybrid.task import BY_SPEED, NEARBY, SAMPLES, TRIALS
 from jhpt.core.framework import Framework
 from jhpt.core.plan_check import check_stages_run
 from jhpt.core.profile import Timing
@@ -106,12 +106,16 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
     quota = replace(QUOTA, shares=SHARES)
     everything = planned_by_speed(subject, profiles, LINK, 5e8, quota, DISPATCH)
-    equal = [one for one in everything if one.name not in (BY_SPEED, NEARBY)]
+    equal = [one for one in everything if one.name not in (BY_SPEED, SAMPLES, NEARBY)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS
     assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", *grids] and 1 < len(by_speed) <= TRIALS
     near = [one for one in everything if one.name == NEARBY]
     assert near and all(one.plan.space == "general" and one.plan.devices == 4 for one in (*by_speed, *near))
+    (dealt,) = (one for one in everything if one.name == SAMPLES)
+    samples = dealt.plan.stages[0].samples
+    assert samples[0] > samples[-1] and sum(samples) * dealt.plan.micro_batches == subject.batch
+    assert dealt.predicted < next(one.predicted for one in equal if one.name == "data parallel")
     best = min(one.predicted for one in equal)
     assert by_speed[0].predicted < best == next(one.predicted for one in equal if one.name == ANY_GRID)
     cluster = cluster_of(LINK, 4, SHARES)
@@ -138,6 +142,7 @@ def test_claims_of_general_plans():
     mixed = [
         step_row("gpt on mixed hosts", 5e8, "data parallel", [3.0, 3.0], 3.0),
         step_row("gpt on mixed hosts", 5e8, "equal grid", [2.4, 2.4], 2.0),
+        step_row("gpt on mixed hosts", 5e8, SAMPLES, [2.0, 2.0], 1.9),
         step_row("gpt on mixed hosts", 5e8, BY_SPEED, [1.6, 1.6], 1.76),
     ]
     claims = hybrid.claims([*vgg, *mixed])
@@ -147,5 +152,7 @@ def test_claims_of_general_plans():
     assert claims["worst_mixed_vs_equal"].value == pytest.approx(1.5)
     assert "against equal grid" in claims["worst_mixed_vs_equal"].setup
     assert claims["mixed_prediction_error_max"].value == pytest.approx(0.1)
+    assert claims["worst_samples_by_speed_vs_data_parallel"].value == pytest.approx(1.5)
+    assert claims["samples_by_speed_prediction_error_max"].value == pytest.approx(0.05)
     assert claims["worst_vs_best_baseline"].setup.startswith("vgg")  # mixed hosts have claims of their own
     assert hybrid.claims([]) == {}

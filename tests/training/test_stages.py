@@ -28,6 +28,8 @@ from tests.training.test_resume import final_state, losses, same_bits
 PLAN = general([2, 1], [2, 1], [1, 1, 1], batch=15, micro_batches=3)
 """Five rows on two replicas with room for three each; the tied table is on both stages."""
 
+BY_SPEED = general([3], [2], [1, 1, 1], batch=15, micro_batches=3, samples=(4, 1))
+
 SETTINGS = {
     "model.num_layers": 1,
     "data.batch_size": 15,
@@ -90,6 +92,7 @@ def test_resumed_it_is_bitwise_the_same_and_close_under_another_plan(runs, tmp_p
     same_bits(final_state(tmp_path / "same", 4), final_state(stages.run_dir, 4))
     others = [
         resumed(one, tmp_path / "to stages", plan=PLAN),
+        resumed(stages, tmp_path / "to samples by speed", plan=BY_SPEED),
         resumed(stages, tmp_path / "from stages", overrides={"parallel.tensor": 2, "parallel.data": 1}),
     ]
     for other in others:

@@ -4,7 +4,8 @@ A stage owns devices in the order of their ranks.  The tensor axis is innermost:
 and data groups stride over them.  Devices without a stage stay idle.
 
 Devices of one stage may be of different kinds.  Then the slowest of them sets the pace of every layer, in either pass,
-the smallest one limits the memory, and all links inside nodes count as the slowest one.
+the smallest one limits the memory, and all links inside nodes count as the slowest one.  If its data ranks have samples
+by their speed, every kind of device computes its own number of them and needs memory for these.
 
 Collectives run over a group of n members on q nodes, m of them on the node that has the fewest.  `bytes` is the size of
 the whole tensor: the one that is reduced, the gathered one, or all that a member sends in an all-to-all, its own part
@@ -56,7 +57,7 @@ that gradients travel in buckets of several layers.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -64,6 +65,7 @@ import numpy as np
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes, tokens_of, wire_bytes
 from jhpt.core.config import Compression, GradientCompression
+from jhpt.core.plan import Stage
 from jhpt.core.profile import ModelProfile
 
 SCORE_BYTES = 4
@@ -149,7 +151,8 @@ def _tree(group: Group, size: float) -> float:
 class Place:
     """The devices of one stage, as far as costs depend on them: equal places have equal costs.
 
-    kinds: of its devices, as `Places.kinds` numbers them.  memory: usable bytes of the smallest device.
+    kinds: of its devices, as `Places.kinds` numbers them.  memory: usable bytes of the smallest device.  samples: the
+    most samples of a micro-batch that a device of each of these kinds has; None: the same number on all data ranks.
     """
 
     devices: int
@@ -160,6 +163,7 @@ class Place:
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
     host: Link = field(hash=False)
+    samples: tuple[int, ...] | None = None
 
     def __hash__(self) -> int:
         """Of what differs most; it is computed once, because `crossing` may be long."""
@@ -167,7 +171,11 @@ class Place:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.devices, self.kinds, self.memory, self.crossing))
+        return hash((self.devices, self.kinds, self.memory, self.crossing, self.samples))
+
+    def local(self, micro_batch: int, tensor: int) -> int:
+        """Samples of a micro-batch on the device that has most."""
+        return max(self.samples) if self.samples else -(-micro_batch * tensor // self.devices)
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
@@ -285,6 +293,40 @@ class Places:
             counts = [(node, len(list(same))) for node, same in itertools.groupby(key, self.node_of.__getitem__)]
             self._of[key] = self._place(counts, len(key))
         return self._of[key]
+
+    def of_stage(self, stage: Stage) -> Place:
+        """The place of a stage, with the samples of its data ranks where these differ."""
+        place = self.of(stage.members)
+        if stage.samples is None:
+            return place
+        each = self._samples(stage)
+        return replace(place, samples=tuple(each[kind] for kind in place.kinds))
+
+    def by_memory(self, stage: Stage) -> list[Place]:
+        """Where bytes of a stage have to fit: its place, or, where data ranks have samples of their own, that of each
+        kind of its devices."""
+        place = self.of(stage.members)
+        if stage.samples is None:
+            return [place]
+        alone = []
+        for kind, samples in self._samples(stage).items():
+            nodes = (self.nodes[self.node_of[device]] for device in stage.members if self.kind_of(device) == kind)
+            memory = min(node.device.usable for node in nodes)
+            alone.append(replace(place, kinds=(kind,), memory=memory, samples=(samples,)))
+        return alone
+
+    def kind_of(self, device: int) -> int:
+        """The kind of a device, as `kinds` numbers it."""
+        return self._kind_of[self.node_of[device]]
+
+    def _samples(self, stage: Stage) -> dict[int, int]:
+        """The most samples that a data rank of each kind of device has.  A rank of several kinds counts for all."""
+        most: dict[int, int] = {}
+        for rank, samples in enumerate(stage.samples or ()):
+            for device in stage.members[rank * stage.degrees[0] : (rank + 1) * stage.degrees[0]]:
+                kind = self.kind_of(device)
+                most[kind] = max(samples, most.get(kind, 0))
+        return most
 
     def _counts(self, offset: int, devices: int) -> list[tuple[int, int]]:
         """(node, number of the stage's devices on it) of neighbouring devices."""

@@ -178,7 +178,7 @@ def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cos
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
     """The costs of the layers in every chunk of a stage, under a strategy."""
     stage = plan.stages[position]
-    place = model.places.of(stage.members)
+    place = model.places.of_stage(stage)
     return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
 
 
@@ -188,7 +188,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     shape = (stages, plan.chunks)
     forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
     for s, stage in enumerate(plan.stages):
-        place = model.places.of(stage.members)
+        place = model.places.of_stage(stage)
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             forward[s, c], backward[s, c] = costs.forward, costs.backward
@@ -295,25 +295,11 @@ def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float
 
 
 def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
-    strategy, stage = strategy_of(plan), plan.stages[position]
-    place = model.places.of(stage.members)
-    costs = [chunk_costs(chunk, place, strategy, model) for chunk in stage.chunks]
-    many, count = len(plan.stages) > 1, plan.micro_batches
-    ring = slots(plan, position)
-    parts = [c.layers for c in costs]
-    degree = stage.chunks[0].tensor[0]
-    local = -(-strategy.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
-    tied, slot = _tied(stage, place, strategy, model)[1], slot_of(plan, position, model)
-    saved = sum(c.sums["optimizer"] for c in costs) + slot.optimizer + tied
-    sizes = {
-        "weights and gradients": sum(c.sums["weights"] for c in costs) + slot.weights,
-        **saved_bytes(saved, model),
-        "activations": ring * (max(c.sums["activations"] for c in costs) + slot.output),
-        "working set": max(c.working for c in costs),
-        "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
-    }
-    if model.profile.state.decoded_bytes:
-        sizes["update"] = _decoded_bytes(plan, saved, sizes, parts, stage, model)
+    stage, count = plan.stages[position], plan.micro_batches
+    place, slot = model.places.of_stage(stage), slot_of(plan, position, model)
+    costs = [chunk_costs(chunk, place, strategy_of(plan), model) for chunk in stage.chunks]
+    needed = [(_stage_bytes(plan, position, at, model), at.memory) for at in model.places.by_memory(stage)]
+    sizes, capacity = max(needed, key=lambda need: sum(need[0].values()) - need[1])
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum(c.tensor for c in costs)
     reshard = sum(c.reshard for c in costs)
@@ -332,11 +318,31 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     }
     return StageEstimate(
         seconds={cause: float(value) for cause, value in seconds.items()},
-        bytes={cause: float(value) for cause, value in sizes.items()},
-        capacity=place.memory,
-        in_flight=ring,
+        bytes=sizes,
+        capacity=capacity,
+        in_flight=slots(plan, position),
         **_activations_on_host(plan, position, model),
     )
+
+
+def _stage_bytes(plan: Plan, position: int, place: Place, model: CostModel) -> dict[str, float]:
+    """Bytes by cause on a device of a stage, whose devices are those of the place."""
+    strategy, stage = strategy_of(plan), plan.stages[position]
+    costs = [chunk_costs(chunk, place, strategy, model) for chunk in stage.chunks]
+    degree, many = stage.chunks[0].tensor[0], len(plan.stages) > 1
+    local = place.local(strategy.micro_batch, degree) / (degree if plan.sequence else 1)
+    tied, slot = _tied(stage, place, strategy, model)[1], slot_of(plan, position, model)
+    saved = sum(c.sums["optimizer"] for c in costs) + slot.optimizer + tied
+    sizes = {
+        "weights and gradients": sum(c.sums["weights"] for c in costs) + slot.weights,
+        **saved_bytes(saved, model),
+        "activations": slots(plan, position) * (max(c.sums["activations"] for c in costs) + slot.output),
+        "working set": max(c.working for c in costs),
+        "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
+    }
+    if model.profile.state.decoded_bytes:
+        sizes["update"] = _decoded_bytes(plan, saved, sizes, [c.layers for c in costs], stage, model)
+    return {cause: float(value) for cause, value in sizes.items()}
 
 
 def _decoded_bytes(

@@ -103,8 +103,8 @@ class KindCosts:
 
     @property
     def local(self) -> int:
-        """Samples of a micro-batch on a device."""
-        return -(-self.strategy.micro_batch // self.data)
+        """Samples of a micro-batch on the device that has most."""
+        return self.place.local(self.strategy.micro_batch, self.tensor)
 
     @property
     def zero(self) -> int:
@@ -149,7 +149,7 @@ class KindCosts:
     def _plain_passes(self) -> Passes:
         """Compute and exposed all-reduces, without recomputation, offloading and ZeRO."""
         basis = self.basis
-        forward, backward = basis.compute_seconds(self.place.kinds, self.local, self.tensor, self.sequence)
+        forward, backward = basis.seconds_at(self.place, self.local, self.tensor, self.sequence)
         tensor = [
             basis.tensor_all_reduce.exposed(self.place, self.tensor, self.strategy, self.local, direction)
             for direction in (FORWARD, BACKWARD)

@@ -116,7 +116,7 @@ class CostModel(CostBasis):
         key = (place, tensor, strategy)
         if key not in self._layers:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, strategy).items()}
-            local, sequence = -(-strategy.micro_batch * tensor // place.devices), tensor if strategy.sequence else 1
+            local, sequence = place.local(strategy.micro_batch, tensor), tensor if strategy.sequence else 1
             chunks = min(strategy.sample_chunks[0], local) if tensor > 1 else 1
             if strategy.recompute:  # a layer saves its input, which is the output of the layer before it
                 saved = self.saved_tensors(strategy)

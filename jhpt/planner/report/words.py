@@ -95,6 +95,7 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
         f"{len(sizes)} stages x {each}" if several else each,
         f"tensor {'/'.join(map(str, degrees))}",
         "sequence parallelism" if plan.sequence and degrees[-1] > 1 else "",
+        samples_text(plan),
         f"{count} micro-batch{'es' if count > 1 else ''}{accumulation}",
         schedule if several else "",
         f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}{hybrid_text(plan)}" if plan.zero else "",
@@ -105,6 +106,14 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
         gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def samples_text(plan: Plan) -> str:
+    """`samples by speed (2 x 6, 2 x 3)`: ranks x samples of a micro-batch; empty if all ranks have equally many."""
+    samples = plan.stages[0].samples
+    if samples is None:
+        return ""
+    return f"samples by speed ({', '.join(f'{len(list(alike))} x {n}' for n, alike in itertools.groupby(samples))})"
 
 
 def hybrid_text(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloads
 from jhpt.planner.search.baselines import baselines
+from jhpt.planner.search.by_speed import with_micro_batches
 from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
 
@@ -53,14 +54,15 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
 def plans_to_try(answers: Collection[tuple[Answer, Request]], devices: int | None, count: int) -> tuple[Candidate, ...]:
     """So many different plans (`first_to_try`), the first of which is the one that `plan_to_run` chooses.
 
-    answers: of one space, or of both; a general plan of one stage is then one that an SPMD program runs, too.
+    answers: of one space, or of both; a general plan of one stage is then one that an SPMD program runs, too, unless
+    it has samples by speed.
     """
     alone = len(answers) == 1
     models = [
         (plan, answer.model)
         for answer, request in answers
         for plan in _that_run(answer, request, devices)
-        if alone or answer.plan.space == "spmd" or len(plan.stages) > 1
+        if alone or answer.plan.space == "spmd" or len(plan.stages) > 1 or plan.by_speed
     ]
     plans = [plan for plan, _ in models]
     chosen = [models[plans.index(plan)] for plan in first_to_try(plans, count)]
@@ -76,7 +78,7 @@ def nearby(plan: Plan, model: CostModel) -> tuple[Plan, ...]:
     """
     counts = [plan.micro_batches // 2] if plan.micro_batches % 2 == 0 else []
     counts.append(2 * plan.micro_batches)
-    changed = [plan.model_copy(update={"micro_batches": count}) for count in counts]
+    changed = filter(None, (with_micro_batches(plan, count, model) for count in counts))
     priced = [(one, _fitting_estimate(one, model)) for one in changed]
     return tuple(one.model_copy(update={"seconds": found.seconds}) for one, found in priced if found)
 

@@ -237,6 +237,7 @@ def shape_of(plan: Plan) -> tuple[object, ...]:
         devices,
         tuple(sorted(degrees)),
         plan.schedule,
+        plan.by_speed,
         plan.compression.on,
         plan.offload.kind if plan.offload else None,
     )

@@ -17,14 +17,22 @@ KEY = 7
 
 
 def general(
-    layers: Sequence[int], devices: Sequence[int], degrees: Sequence[int], *, batch=16, micro_batches=1, **settings
+    layers: Sequence[int],
+    devices: Sequence[int],
+    degrees: Sequence[int],
+    *,
+    batch=16,
+    micro_batches=1,
+    samples: tuple[int, ...] | None = None,
+    **settings,
 ) -> Plan:
-    """layers: of every chunk, in the order of the model.  devices: of every stage.  degrees: of every layer."""
+    """layers: of every chunk, in the order of the model.  devices: of every stage.  degrees: of every layer.  samples:
+    by data rank of the only stage."""
     edges = [0, *itertools.accumulate(layers)]
     starts = [0, *itertools.accumulate(devices)]
     chunks = [Chunk(first=a, runs=runs_of(degrees[a:b])) for a, b in itertools.pairwise(edges)]
     stages = tuple(
-        Stage(device=starts[s], devices=count, chunks=tuple(chunks[s :: len(devices)]))
+        Stage(device=starts[s], devices=count, samples=samples, chunks=tuple(chunks[s :: len(devices)]))
         for s, count in enumerate(devices)
     )
     settings |= {"space": "general", "batch": batch, "micro_batches": micro_batches, "stages": stages}

@@ -1,9 +1,12 @@
 """Plans whose stages have devices, degrees and replicas of their own: loss, every gradient and their norm are
 those of one device, in float32."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jhpt.core.load import load_config
 from jhpt.models.family import Rows
@@ -69,15 +72,19 @@ def check(actual, expected):
     assert norm == pytest.approx(sum(np.sum(leaf**2) for leaf in gradients.values()) ** 0.5, rel=1e-5)
 
 
-def check_plan(setup_of, name, plan):
-    setup, params, *expected = one_device(setup_of, name)
+def executed(setup, plan):
     model, shape = setup.model, setup.config.model
     ends = {"shared": model.head_reads, "rules": model.partition_rules}
     layout = place_stages(plan, jax.devices(), shape.num_layers, alike=shape.alike, **ends)
     made = [execution(setup.config, model, chunk.layout, setup.tokenizer, train=True) for chunk in layout.chunks]
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    rows = Rows(batch(setup, BATCH))
-    actual = found(StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=rows), params, rows)
+    return StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=Rows(batch(setup, BATCH)))
+
+
+def check_plan(setup_of, name, plan):
+    setup, params, *expected = one_device(setup_of, name)
+    execution = executed(setup, plan)
+    actual = found(execution, params, execution.rows)
     check(actual, expected)
     return actual
 
@@ -90,6 +97,9 @@ BY_HAND = {
         general([2, 1, 1, 1], [2, 1], [2, 1, 1, 1, 1], micro_batches=2, schedule="interleaved"),
     ),
     "one stage, uneven samples": ("gpt-tied", general([5], [3], [1] * 5, micro_batches=2)),
+    "samples by speed": ("gpt-tied", general([5], [3], [1] * 5, micro_batches=2, samples=(4, 3, 1))),
+    "samples by speed, tensor": ("gpt-untied", general([5], [4], [2] * 5, micro_batches=4, samples=(1, 3))),
+    "vgg, samples by speed": ("vgg", general([8], [2], [1] * 8, micro_batches=2, samples=(5, 3))),
     "vgg, 3|1, uneven samples": ("vgg", general([5, 3], [3, 1], [1] * 8, micro_batches=2)),
     "vgg, 1|3, uneven samples": ("vgg", general([2, 6], [1, 3], [1] * 8, micro_batches=4)),
     "vgg, 2|1|1, tensor": ("vgg", general([4, 2, 2], [2, 1, 1], [1, 2, 2, 1, 1, 1, 1, 1], micro_batches=4)),
@@ -97,7 +107,10 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, [*list(BY_HAND)[:2], *list(BY_HAND)[3:5]]))
+OFTEN = [name for name in BY_HAND if name not in ("interleaved", "samples by speed", "samples by speed, tensor")][:5]
+
+
+@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, OFTEN))
 def test_by_hand(setup_of, name):
     check_plan(setup_of, *BY_HAND[name])
 
@@ -114,3 +127,42 @@ def random_cases():
 @pytest.mark.parametrize(("name", "plan"), list(random_cases()))
 def test_random(setup_of, name, plan):
     check_plan(setup_of, name, plan)
+
+
+def called(equation):
+    """The programs within an equation."""
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr))
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr)]
+
+
+def products(jaxpr):
+    """FLOP of the matrix products in a program, those of functions and loops that it calls among them."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * inner * equation.outvars[0].aval.size
+        times = equation.params.get("length", 1)
+        total += times * sum(map(products, called(equation)))
+    return total
+
+
+def branches(jaxpr):
+    """The branches of every choice in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            yield [branch.jaxpr for branch in equation.params["branches"]]
+        for inner in called(equation):
+            yield from branches(inner)
+
+
+def test_a_replica_computes_its_own_samples_only(setup_of):
+    execution = executed(setup_of("gpt-tied"), general([5], [3], [1] * 5, micro_batches=2, samples=(4, 1, 3)))
+    params = jax.eval_shape(execution.route.programs[0].begin, execution.stored[0])
+    rows = jax.eval_shape(lambda: execution.batches(execution.rows)[0])
+    given = rows, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
+    forward = execution.route.programs[0].forward
+    (choice,) = branches(jax.make_jaxpr(forward)(params[0], None, *given).jaxpr)
+    flop = [products(branch) for branch in choice]
+    assert flop == [flop[0], 3 * flop[0], 4 * flop[0]] and flop[0] > 0

@@ -10,6 +10,8 @@ Decision set of space="general":
                     idle.  If the request is for the whole cluster, none is
     layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
                     allows; the other devices are data parallel; uneven samples are priced at the fullest device
+    samples         equally many on all data ranks; on a mixed cluster plans of one stage may also have them by the
+                    speed of each (`by_speed`)
     schedule        eager-1f1b, gpipe
     ZeRO            0, 1 or 3, for the whole plan; not 2
     recomputation   off or on, for the whole plan
@@ -27,6 +29,7 @@ from dataclasses import replace
 from jhpt.core.plan import Chunk, Schedule, Zero, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.by_speed import offer_by_speed
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
 from jhpt.planner.search.general.least import Minima
 from jhpt.planner.search.general.suffixes import Suffixes, device_memory
@@ -50,6 +53,7 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
     orders = [(row, Minima(row.model, minima)) for row in rows(model)]
     if incumbent.plan is None:
         _seed(request, *orders[0], incumbent)
+    offer_by_speed(request, pipelines(request)[0], model, incumbent)
     if incumbent.settled:
         return
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
