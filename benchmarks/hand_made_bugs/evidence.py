@@ -139,9 +139,23 @@ BUGS = (
     Bug(
         name="planner: without overlap ZeRO-1 hides its weights",
         file="jhpt/planner/cost/layer_costs.py",
-        right="basis.cluster.overlap and not self.in_pipeline\n        parameters, tied",
-        wrong="not self.in_pipeline\n        parameters, tied",
+        right="hides = basis.cluster.overlap and not self.in_pipeline",
+        wrong="hides = not self.in_pipeline",
         tests=("tests/benchmarks/test_events.py",),
+    ),
+    Bug(
+        name="sharding: all data ranks have the samples of the first",
+        file="sharding/stages/passes.py",
+        right="which = jnp.asarray([counts.index(each) for each in samples])[rank]",
+        wrong="which = jnp.asarray([counts.index(each) for each in samples])[0]",
+        tests=("tests/sharding/stages/test_parity.py",),
+    ),
+    Bug(
+        name="planner: samples by speed are priced at the kind of device that is done first",
+        file="jhpt/planner/cost/estimate.py",
+        right="max(places, key=seconds) if len(places) > 1",
+        wrong="min(places, key=seconds) if len(places) > 1",
+        tests=("tests/planner/search/test_by_speed.py",),
     ),
     Bug(
         name="sharding: the last stage's copy of a shared table counts in the norm",

@@ -332,7 +332,8 @@ def print_entries(table: Sequence[Entry]) -> None:
 
 
 def in_words(plan: Plan) -> str:
-    """`1f1b x8: 3 | 3 | 2 | 2`: stages between bars; `5 t1 + 3 t4`: five layers of tensor degree 1, three of 4."""
+    """`1f1b x8: 3 | 3 | 2 | 2`: stages between bars; `5 t1 + 3 t4`: five layers of tensor degree 1, three of 4;
+    `6, samples 11/5`: by data rank."""
     plain = all(t == 1 for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor)
 
     def words(stage: Any) -> str:
@@ -342,7 +343,8 @@ def in_words(plan: Plan) -> str:
         )
 
     kind = plan.schedule if len(plan.stages) > 1 else "one stage"
-    return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
+    samples = f", samples {'/'.join(map(str, plan.stages[0].samples))}" if plan.stages[0].samples else ""
+    return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}{samples}"
 
 
 def measure(

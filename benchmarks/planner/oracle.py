@@ -161,24 +161,21 @@ class _Pricer:
 
     def _dealt_seconds(self, draft: Draft, strategy: LayerStrategy) -> float:
         """Seconds of a plan of one stage with samples by data rank; inf if a kind of device has no room for its own."""
-        (stage,), samples = draft.stages, draft.samples
+        (stage,), samples, places = draft.stages, draft.samples, self.model.places
         assert samples is not None
-        place, tensor = self.model.places.of(stage[0]), len(stage[0]) // len(samples)
-        most = dict.fromkeys(place.kinds, 0)
-        for rank, number in enumerate(samples):
-            kind = self.model.places.kind_of(stage[0][rank * tensor])
-            most[kind] = max(most[kind], number)
-        for kind, number in most.items():
-            own = [self.model.places.nodes[self.model.places.node_of[device]].device for device in stage[0]]
-            room = min(each.usable for each in own if each.rates == self.model.places.kinds[kind].rates)
-            alone = replace(place, kinds=(kind,), samples=(number,))
-            needed = self._summed(stage, strategy, 1, None, alone)
-            if not needed.bytes + needed.activations <= room:
+        place, tensor = places.of(stage[0]), len(stage[0]) // len(samples)
+        by_kind: dict[int, _Sum] = {}
+        for kind in place.kinds:
+            mine = [at for at, device in enumerate(stage[0]) if places.kind_of(device) == kind]
+            room = min(places.nodes[places.node_of[stage[0][at]]].device.usable for at in mine)
+            alone = replace(place, kinds=(kind,), samples=max(samples[at // tensor] for at in mine))
+            by_kind[kind] = self._summed(stage, strategy, 1, None, alone)
+            if not by_kind[kind].bytes + by_kind[kind].activations <= room:
                 return math.inf
-        each = replace(place, samples=tuple(most[kind] for kind in place.kinds))
-        one = self._summed(stage, strategy, 1, None, each)
-        work = draft.micro_batches * (one.forward[0] + one.backward[0])
-        return work - one.backward[0] + max(one.backward[0], one.sync) + one.update
+        last = max(by_kind.values(), key=lambda each: each.forward[0] + each.backward[0])
+        passes = draft.micro_batches * (last.forward[0] + last.backward[0])
+        in_line = max(0.0, last.sync - last.backward[0])
+        return passes + in_line + max(each.update for each in by_kind.values())
 
     def _sum(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None) -> _Sum:
         key = (self.model.places.of(stage[0]), stage[1], strategy, stages, again)

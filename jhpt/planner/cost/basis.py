@@ -74,7 +74,7 @@ class CostBasis:
         self._degrees = sorted(
             {t for kind in self.kinds for t in divisors(kind.max_tensor, min(kind.max_tensor, most))}
         )
-        self._seconds: dict[tuple[tuple[int, ...], tuple[float, ...], int, int], tuple[Array, Array]] = {}
+        self._seconds: dict[tuple[tuple[int, ...], float, int, int], tuple[Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -142,24 +142,9 @@ class CostBasis:
           kinds: of the devices that compute the same layers.  For each layer and pass the slowest one counts.
           sequence: number of parts into which sequence parallelism cuts what every tensor rank would do in full.
         """
-        return self._slowest(kinds, (local,) * len(kinds), tensor, sequence)
-
-    def seconds_at(self, place: Place, local: float, tensor: int, sequence: int = 1) -> tuple[Array, Array]:
-        """[kinds] as `compute_seconds`, of a place: of `local` samples, or of those that its data ranks have by their
-        speed."""
-        return self._slowest(place.kinds, place.samples or (local,) * len(place.kinds), tensor, sequence)
-
-    def _slowest(
-        self, kinds: tuple[int, ...], samples: tuple[float, ...], tensor: int, sequence: int
-    ) -> tuple[Array, Array]:
-        """[kinds] seconds of both passes on the slowest of these kinds of devices, each with its number of samples."""
-        key = (kinds, samples, tensor, sequence)
+        key = (kinds, local, tensor, sequence)
         if key not in self._seconds:
-            each = [
-                self._pairs(self.paces[kind], local, tensor, sequence)
-                for kind, local in zip(kinds, samples, strict=True)
-            ]
-            pairs = np.max(each, axis=0)
+            pairs = np.max([self._pairs(self.paces[kind], local, tensor, sequence) for kind in kinds], axis=0)
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
 

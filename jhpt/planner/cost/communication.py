@@ -5,7 +5,8 @@ and data groups stride over them.  Devices without a stage stay idle.
 
 Devices of one stage may be of different kinds.  Then the slowest of them sets the pace of every layer, in either pass,
 the smallest one limits the memory, and all links inside nodes count as the slowest one.  If its data ranks have samples
-by their speed, every kind of device computes its own number of them and needs memory for these.
+by their speed, each kind of device computes its own number of them, in the memory that it has, and the kind that is
+done last sets the pace of whole passes: data ranks wait for each other only once a step.
 
 Collectives run over a group of n members on q nodes, m of them on the node that has the fewest.  `bytes` is the size of
 the whole tensor: the one that is reduced, the gathered one, or all that a member sends in an all-to-all, its own part
@@ -151,8 +152,8 @@ def _tree(group: Group, size: float) -> float:
 class Place:
     """The devices of one stage, as far as costs depend on them: equal places have equal costs.
 
-    kinds: of its devices, as `Places.kinds` numbers them.  memory: usable bytes of the smallest device.  samples: the
-    most samples of a micro-batch that a device of each of these kinds has; None: the same number on all data ranks.
+    kinds: of its devices, as `Places.kinds` numbers them.  memory: usable bytes of the smallest device.  samples: of a
+    micro-batch on each data rank; None: equally many on all, rounded up.
     """
 
     devices: int
@@ -163,7 +164,7 @@ class Place:
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
     host: Link = field(hash=False)
-    samples: tuple[int, ...] | None = None
+    samples: int | None = None
 
     def __hash__(self) -> int:
         """Of what differs most; it is computed once, because `crossing` may be long."""
@@ -174,8 +175,8 @@ class Place:
         return hash((self.devices, self.kinds, self.memory, self.crossing, self.samples))
 
     def local(self, micro_batch: int, tensor: int) -> int:
-        """Samples of a micro-batch on the device that has most."""
-        return max(self.samples) if self.samples else -(-micro_batch * tensor // self.devices)
+        """Samples of a micro-batch on a device."""
+        return self.samples or -(-micro_batch * tensor // self.devices)
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
@@ -294,39 +295,23 @@ class Places:
             self._of[key] = self._place(counts, len(key))
         return self._of[key]
 
-    def of_stage(self, stage: Stage) -> Place:
-        """The place of a stage, with the samples of its data ranks where these differ."""
-        place = self.of(stage.members)
-        if stage.samples is None:
-            return place
-        each = self._samples(stage)
-        return replace(place, samples=tuple(each[kind] for kind in place.kinds))
-
-    def by_memory(self, stage: Stage) -> list[Place]:
-        """Where bytes of a stage have to fit: its place, or, where data ranks have samples of their own, that of each
-        kind of its devices."""
+    def by_kind(self, stage: Stage) -> list[Place]:
+        """The place of a stage; where its data ranks have samples by speed, one for each kind of its devices, with the
+        most samples that a rank of this kind has."""
         place = self.of(stage.members)
         if stage.samples is None:
             return [place]
-        alone = []
-        for kind, samples in self._samples(stage).items():
-            nodes = (self.nodes[self.node_of[device]] for device in stage.members if self.kind_of(device) == kind)
-            memory = min(node.device.usable for node in nodes)
-            alone.append(replace(place, kinds=(kind,), memory=memory, samples=(samples,)))
-        return alone
+        most: dict[int, int] = {}
+        memory: dict[int, float] = {}
+        for at, device in enumerate(stage.members):
+            kind, usable = self.kind_of(device), self.nodes[self.node_of[device]].device.usable
+            most[kind] = max(most.get(kind, 0), stage.samples[at // stage.degrees[0]])
+            memory[kind] = min(memory.get(kind, usable), usable)
+        return [replace(place, kinds=(kind,), memory=memory[kind], samples=most[kind]) for kind in most]
 
     def kind_of(self, device: int) -> int:
         """The kind of a device, as `kinds` numbers it."""
         return self._kind_of[self.node_of[device]]
-
-    def _samples(self, stage: Stage) -> dict[int, int]:
-        """The most samples that a data rank of each kind of device has.  A rank of several kinds counts for all."""
-        most: dict[int, int] = {}
-        for rank, samples in enumerate(stage.samples or ()):
-            for device in stage.members[rank * stage.degrees[0] : (rank + 1) * stage.degrees[0]]:
-                kind = self.kind_of(device)
-                most[kind] = max(samples, most.get(kind, 0))
-        return most
 
     def _counts(self, offset: int, devices: int) -> list[tuple[int, int]]:
         """(node, number of the stage's devices on it) of neighbouring devices."""

@@ -177,9 +177,8 @@ def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cos
 
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
     """The costs of the layers in every chunk of a stage, under a strategy."""
-    stage = plan.stages[position]
-    place = model.places.of_stage(stage)
-    return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
+    place = _pace(plan, position, model)
+    return [chunk_costs(chunk, place, strategy, model).layers for chunk in plan.stages[position].chunks]
 
 
 def stage_times(plan: Plan, model: CostModel) -> StageTimes:
@@ -188,7 +187,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     shape = (stages, plan.chunks)
     forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
     for s, stage in enumerate(plan.stages):
-        place = model.places.of_stage(stage)
+        place, places = _pace(plan, s, model), model.places.by_kind(stage)
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             forward[s, c], backward[s, c] = costs.forward, costs.backward
@@ -196,7 +195,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
             # those of this one.
             delayed = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
             sync[s] = max(backward[s, c], costs.sync, delayed + costs.sums["gradients"])
-            update[s] += costs.sums["update"]
+            update[s] += max(chunk_costs(chunk, each, strategy, model).sums["update"] for each in places)
         update[s] += _tied(stage, place, strategy, model)[0]
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
     if plan.space == "general":
@@ -208,6 +207,18 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         cut = np.zeros_like(cut)
     weights = _late_seconds(plan, model) if plan.schedule == "zb-h1" else None
     return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update, weights=weights)
+
+
+def _pace(plan: Plan, position: int, model: CostModel) -> Place:
+    """The place of a stage; where data ranks have samples by speed, that of the kind of device that is done last."""
+    stage, strategy = plan.stages[position], strategy_of(plan)
+
+    def seconds(place: Place) -> float:
+        costs = [chunk_costs(chunk, place, strategy, model) for chunk in stage.chunks]
+        return sum(each.forward + each.backward for each in costs)
+
+    places = model.places.by_kind(stage)
+    return max(places, key=seconds) if len(places) > 1 else places[0]
 
 
 def _late_seconds(plan: Plan, model: CostModel) -> Array:
@@ -296,9 +307,9 @@ def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float
 
 def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
     stage, count = plan.stages[position], plan.micro_batches
-    place, slot = model.places.of_stage(stage), slot_of(plan, position, model)
+    place, slot = _pace(plan, position, model), slot_of(plan, position, model)
     costs = [chunk_costs(chunk, place, strategy_of(plan), model) for chunk in stage.chunks]
-    needed = [(_stage_bytes(plan, position, at, model), at.memory) for at in model.places.by_memory(stage)]
+    needed = [(_stage_bytes(plan, position, at, model), at.memory) for at in model.places.by_kind(stage)]
     sizes, capacity = max(needed, key=lambda need: sum(need[0].values()) - need[1])
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum(c.tensor for c in costs)

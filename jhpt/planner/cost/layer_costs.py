@@ -149,7 +149,7 @@ class KindCosts:
     def _plain_passes(self) -> Passes:
         """Compute and exposed all-reduces, without recomputation, offloading and ZeRO."""
         basis = self.basis
-        forward, backward = basis.seconds_at(self.place, self.local, self.tensor, self.sequence)
+        forward, backward = basis.compute_seconds(self.place.kinds, self.local, self.tensor, self.sequence)
         tensor = [
             basis.tensor_all_reduce.exposed(self.place, self.tensor, self.strategy, self.local, direction)
             for direction in (FORWARD, BACKWARD)
@@ -232,7 +232,9 @@ class KindCosts:
     def _once_per_step(self, plain: Passes) -> dict[str, Array]:
         """[kinds] seconds of gradients, weights and update.  plain: the first forward pass may hide the weights."""
         basis, place, tensor, zero = self.basis, self.place, self.tensor, self.zero
-        collectives, hides = basis.data_collectives, basis.cluster.overlap and not self.in_pipeline
+        collectives = basis.data_collectives
+        # A backward pass with a branch for every number of samples cannot hold what all ranks do together.
+        hides = basis.cluster.overlap and not self.in_pipeline and place.samples is None
         parameters, tied = collectives.parameters / tensor, collectives.tied / tensor
         nothing = np.zeros_like(parameters)
         # The all-gather of the weights takes as long as the reduce-scatter of the gradients.

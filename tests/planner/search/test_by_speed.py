@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jhpt.core.cluster import Link
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.plan_check import check_plan
@@ -89,6 +90,28 @@ def test_seconds_are_those_of_the_rank_that_is_done_last():
     assert estimate.times.backward[0, 0] == pytest.approx(4 * 6.0)
     assert price(one_stage((5, 1)), two).times.forward[0, 0] == pytest.approx(5 * 3.0)
     assert price(one_stage((3, 3)), two).times.forward[0, 0] == pytest.approx(3 * 2 * 3.0)
+
+
+def test_data_ranks_do_not_wait_for_each_other_within_a_pass():
+    """Of the fast kind the first layer takes 5 s, of the slow kind the second; equal samples wait layer by layer."""
+    profiles = [model(layer(*a), layer(*b)) for a, b in (((5.0, 0.0), (1.0, 0.0)), ((1.0, 0.0), (4.0, 0.0)))]
+    nodes = node("toy", 2.0), node("slow", 1.0)
+    two = CostModel(profiles[0], cluster_of(*nodes), others={nodes[1].device.rates: profiles[1]})
+    chunk = Chunk(first=0, runs=runs_of([1, 1]))
+    stage = Stage(device=0, devices=2, samples=(2, 1), chunks=(chunk,))
+    plan = one_stage((2, 1)).model_copy(update={"stages": (stage,)})
+    assert price(plan, two).times.forward[0, 0] == pytest.approx(2 * 6.0)
+    equal = plan.model_copy(update={"batch": 2, "stages": (stage.model_copy(update={"samples": None}),)})
+    assert price(equal, two).times.forward[0, 0] == pytest.approx(5.0 + 4.0)
+
+
+def test_gradients_are_summed_after_the_last_backward_pass():
+    """Each of 3 layers has 10 parameters of 2 bytes on links of 1 byte/s: 20 s over two ranks, beside 18 s of work."""
+    profile = model(*[layer(parameters=10.0)] * 3)
+    slow = Link(bandwidth=1.0, latency=0.0)
+    mixed = CostModel(profile, cluster_of(node("fast", 2.0), node("slow", 1.0), network=slow))
+    times = price(one_stage((4, 2)), mixed).times
+    assert times.sync[0] == pytest.approx(times.backward[0, 0]) and times.update[0] == pytest.approx(60.0)
 
 
 def test_every_kind_of_device_needs_memory_for_its_own_samples():
