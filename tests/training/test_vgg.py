@@ -1,8 +1,10 @@
 """VGG, a family of unlike layers on synthetic images: it learns, evaluates and resumes, under plans of one program and
 under plans whose stages have unequal numbers of devices."""
 
+import itertools
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,12 +13,15 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.unused import unused_settings
+from jhpt.models.family import Rows
 from jhpt.training.data.batches import training_batches
 from jhpt.training.data.synthetic import synthetic_images
 from jhpt.training.metrics import read_metrics
 from jhpt.training.planning import model_differences
-from tests.sharding.plans import mixed, piped
+from jhpt.training.setup import prepare
+from tests.sharding.plans import batch, laid_out, mixed, piped, random_params, stored
 from tests.sharding.stages.plans import general
+from tests.sharding.traced import equations, loops
 from tests.training.test_resume import final_state, losses, same_bits
 
 BATCH = 12
@@ -110,6 +115,17 @@ def test_resumed_on_one_device_it_is_bitwise_the_same_and_close_on_stages(runs, 
     assert resumed(one, tmp_path / "stages", plan=plan).losses == pytest.approx(one.losses, rel=1e-4)
     sharded = {"parallel.data": 2, "parallel.tensor": 2, "parallel.zero": 3}
     assert resumed(one, tmp_path / "sharded", overrides=sharded).losses == pytest.approx(one.losses, rel=1e-4)
+
+
+def test_convolutions_of_several_micro_batches_are_in_no_loop():
+    """XLA's CPU client takes several times as long for one that is."""
+    setup = prepare(load_config("vgg16-tiny", SETTINGS | {"parallel.data": 1}))
+    setup = laid_out(setup, mixed([1] * 5, 1, batch=BATCH, micro_batches=4))
+    rows = Rows(batch(setup, BATCH))
+    for function in (setup.training.gradients, setup.training.sums):
+        program = jax.make_jaxpr(function)(stored(setup, random_params(setup)), rows, jax.random.key(0)).jaxpr
+        convolutions = [within for one, within in equations(program) if one.primitive.name == "conv_general_dilated"]
+        assert convolutions and not any(map(loops, itertools.chain(*convolutions)))
 
 
 def test_a_row_depends_on_the_seed_and_its_number_alone():

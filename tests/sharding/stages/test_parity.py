@@ -1,12 +1,9 @@
 """Plans whose stages have devices, degrees and replicas of their own: loss, every gradient and their norm are
 those of one device, in float32."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jhpt.core.load import load_config
 from jhpt.models.family import Rows
@@ -16,6 +13,7 @@ from jhpt.training.setup import execution, prepare
 from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, compiled, laid_out, mixed, random_params, stored
 from tests.sharding.stages.plans import KEY, found, general, random_plan, text
+from tests.sharding.traced import equations, products
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -129,40 +127,13 @@ def test_random(setup_of, name, plan):
     check_plan(setup_of, name, plan)
 
 
-def called(equation):
-    """The programs within an equation."""
-    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr))
-    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr)]
-
-
-def products(jaxpr):
-    """FLOP of the matrix products in a program, those of functions and loops that it calls among them."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            total += 2 * inner * equation.outvars[0].aval.size
-        times = equation.params.get("length", 1)
-        total += times * sum(map(products, called(equation)))
-    return total
-
-
-def branches(jaxpr):
-    """The branches of every choice in a program."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "cond":
-            yield [branch.jaxpr for branch in equation.params["branches"]]
-        for inner in called(equation):
-            yield from branches(inner)
-
-
 def test_a_replica_computes_its_own_samples_only(setup_of):
     execution = executed(setup_of("gpt-tied"), general([5], [3], [1] * 5, micro_batches=2, samples=(4, 1, 3)))
     params = jax.eval_shape(execution.route.programs[0].begin, execution.stored[0])
     rows = jax.eval_shape(lambda: execution.batches(execution.rows)[0])
     given = rows, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
     forward = execution.route.programs[0].forward
-    (choice,) = branches(jax.make_jaxpr(forward)(params[0], None, *given).jaxpr)
-    flop = [products(branch) for branch in choice]
+    program = jax.make_jaxpr(forward)(params[0], None, *given).jaxpr
+    (choice,) = (one for one, _ in equations(program) if one.primitive.name == "cond")
+    flop = [products(branch.jaxpr) for branch in choice.params["branches"]]
     assert flop == [flop[0], 3 * flop[0], 4 * flop[0]] and flop[0] > 0
