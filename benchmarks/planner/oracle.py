@@ -160,18 +160,19 @@ class _Pricer:
         return seconds
 
     def _dealt_seconds(self, draft: Draft, strategy: LayerStrategy) -> float:
-        """Seconds of a plan of one stage with samples by data rank; inf if a kind of device has no room for its own."""
+        """Seconds of a plan of one stage with samples by data rank; inf if a device has no room for as many samples as
+        the one that has most."""
         (stage,), samples, places = draft.stages, draft.samples, self.model.places
         assert samples is not None
         place, tensor = places.of(stage[0]), len(stage[0]) // len(samples)
         by_kind: dict[int, _Sum] = {}
         for kind in place.kinds:
             mine = [at for at, device in enumerate(stage[0]) if places.kind_of(device) == kind]
-            room = min(places.nodes[places.node_of[stage[0][at]]].device.usable for at in mine)
             alone = replace(place, kinds=(kind,), samples=max(samples[at // tensor] for at in mine))
             by_kind[kind] = self._summed(stage, strategy, 1, None, alone)
-            if not by_kind[kind].bytes + by_kind[kind].activations <= room:
-                return math.inf
+        room = min(places.nodes[places.node_of[device]].device.usable for device in stage[0])
+        if max(each.bytes + each.activations for each in by_kind.values()) > room:
+            return math.inf
         last = max(by_kind.values(), key=lambda each: each.forward[0] + each.backward[0])
         passes = draft.micro_batches * (last.forward[0] + last.backward[0])
         in_line = max(0.0, last.sync - last.backward[0])

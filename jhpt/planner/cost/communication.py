@@ -5,8 +5,8 @@ and data groups stride over them.  Devices without a stage stay idle.
 
 Devices of one stage may be of different kinds.  Then the slowest of them sets the pace of every layer, in either pass,
 the smallest one limits the memory, and all links inside nodes count as the slowest one.  If its data ranks have samples
-by their speed, each kind of device computes its own number of them, in the memory that it has, and the kind that is
-done last sets the pace of whole passes: data ranks wait for each other only once a step.
+by their speed, each kind of device computes its own number of them, and the kind that is done last sets the pace of
+whole passes: data ranks wait for each other only once a step.  All have room for the most samples of any rank.
 
 Collectives run over a group of n members on q nodes, m of them on the node that has the fewest.  `bytes` is the size of
 the whole tensor: the one that is reduced, the gathered one, or all that a member sends in an all-to-all, its own part
@@ -302,12 +302,10 @@ class Places:
         if stage.samples is None:
             return [place]
         most: dict[int, int] = {}
-        memory: dict[int, float] = {}
         for at, device in enumerate(stage.members):
-            kind, usable = self.kind_of(device), self.nodes[self.node_of[device]].device.usable
+            kind = self.kind_of(device)
             most[kind] = max(most.get(kind, 0), stage.samples[at // stage.degrees[0]])
-            memory[kind] = min(memory.get(kind, usable), usable)
-        return [replace(place, kinds=(kind,), memory=memory[kind], samples=most[kind]) for kind in most]
+        return [replace(place, kinds=(kind,), samples=samples) for kind, samples in most.items()]
 
     def kind_of(self, device: int) -> int:
         """The kind of a device, as `kinds` numbers it."""

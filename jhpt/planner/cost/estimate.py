@@ -309,8 +309,7 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     stage, count = plan.stages[position], plan.micro_batches
     place, slot = _pace(plan, position, model), slot_of(plan, position, model)
     costs = [chunk_costs(chunk, place, strategy_of(plan), model) for chunk in stage.chunks]
-    needed = [(_stage_bytes(plan, position, at, model), at.memory) for at in model.places.by_kind(stage)]
-    sizes, capacity = max(needed, key=lambda need: sum(need[0].values()) - need[1])
+    fullest = max(model.places.by_kind(stage), key=lambda each: each.samples or 0)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum(c.tensor for c in costs)
     reshard = sum(c.reshard for c in costs)
@@ -329,8 +328,8 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     }
     return StageEstimate(
         seconds={cause: float(value) for cause, value in seconds.items()},
-        bytes=sizes,
-        capacity=capacity,
+        bytes=_stage_bytes(plan, position, fullest, model),
+        capacity=fullest.memory,
         in_flight=slots(plan, position),
         **_activations_on_host(plan, position, model),
     )

@@ -21,7 +21,7 @@ SAMPLE_CHUNKS = (1, 2, 4)
 COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
 """What `parallel.compression: auto` chooses from.
 
-They train as well as no compression does (docs/reports/compression.md).
+All tokens at 8 bits cost gpt-tiny 0.02 % of its loss (one seed), the other choice 0.77 % (docs/reports/compression.md).
 """
 
 ZERO: tuple[Zero, ...] = get_args(Zero)
