@@ -1,6 +1,7 @@
 """A cluster of several kinds of devices: each has its own seconds, layers go by speed, and the plan trains."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -64,14 +65,22 @@ def unmeasured(monkeypatch):
 
 
 def test_a_mixed_cluster_is_planned_by_speed_and_trains_like_one_device(corpus, mixed, unmeasured, tmp_path):
-    settings = tiny_overrides(corpus) | SETTINGS
-    run = jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings | AUTO | {"parallel.cluster": mixed})
-    plan = Plan.load(run.run_dir / "plan.json")
-    layers = {stage.device < 4: len(stage.chunks[0].tensor) for stage in plan.stages}
-    assert (plan.space, plan.origin, plan.device, len(plan.stages)) == ("general", "auto", None, 2)
-    assert layers[True] > layers[False]
+    """On a fast network by samples, on a slow one by layers."""
+    settings = tiny_overrides(corpus) | SETTINGS | {"model.num_layers": 4}
     one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings | {"parallel.data": 1})
-    assert run.losses == pytest.approx(one.losses, rel=1e-4)
+    for network in ("200MB/s", "40MB/s"):
+        Path(mixed).write_text(MIXED.replace("200MB/s", network))
+        out = tmp_path / network.partition("/")[0]
+        run = jhpt.train("gpt-tiny", out=out, overrides=settings | AUTO | {"parallel.cluster": mixed})
+        plan = Plan.load(run.run_dir / "plan.json")
+        assert (plan.space, plan.origin, plan.device) == ("general", "auto", None)
+        if network == "200MB/s":
+            samples = plan.stages[0].samples
+            assert plan.devices == 8 and samples[0] > samples[-1]
+        else:
+            layers = {stage.device < 4: len(stage.chunks[0].tensor) for stage in plan.stages}
+            assert len(plan.stages) == 2 and layers[True] > layers[False]
+        assert run.losses == pytest.approx(one.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize(
