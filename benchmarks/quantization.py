@@ -8,7 +8,8 @@
 
 Ranges have 16 bits.  Schemes that spend different numbers of bits on ranges are made comparable: one more bit in the
 codes quarters an error, so errors are multiplied by 4^(bits of ranges per number).  With PARAMETERS, the .npz file of
-an uncompressed cell of `jhpt bench convergence` for gpt-tiny, the numbers are those that four ranks would send.
+an uncompressed cell of `jhpt bench convergence` for gpt-tiny, the numbers are those that four ranks would send, and
+JAX_NUM_CPU_DEVICES has to be 4.
 """
 
 import argparse
