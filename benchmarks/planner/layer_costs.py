@@ -6,10 +6,11 @@ Seconds and bytes follow from those of the plain layer and from collectives.
 from dataclasses import replace
 from typing import NamedTuple
 
-from jhpt.planner.cost.communication import Group, Place, all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.places import Place
 
 
 class LayerCost(NamedTuple):

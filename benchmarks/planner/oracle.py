@@ -24,10 +24,10 @@ from benchmarks.planner.layer_costs import (
 )
 from jhpt.core.plan import Chunk, OtherBlocks, Plan, Space, Stage, runs_of
 from jhpt.core.schedule import IN_TURN, in_flight
-from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel, End
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.request import Request
 

@@ -14,10 +14,11 @@ from jhpt.core.plan import SavedTensors, Space, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.activations import NOTHING, Activations
 from jhpt.planner.cost.collectives import DataCollectives, TensorAllReduce
-from jhpt.planner.cost.communication import Place, Places, residual_bytes
+from jhpt.planner.cost.communication import residual_bytes
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import FLOAT32, ParameterBytes, parameter_bytes
 from jhpt.planner.cost.paces import Pace, paces
+from jhpt.planner.cost.places import Place, Places
 from jhpt.planner.cost.schedule import Array
 
 NO_OTHERS: Mapping[str, ModelProfile] = MappingProxyType({})

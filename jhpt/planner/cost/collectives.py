@@ -45,8 +45,6 @@ from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.communication import (
     Group,
-    Place,
-    Places,
     all_reduce,
     compressed_all_reduce_seconds,
     compression_kernel_seconds,
@@ -58,6 +56,7 @@ from jhpt.planner.cost.communication import (
     transfer_seconds,
 )
 from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.places import Place, Places
 from jhpt.planner.cost.schedule import Array
 
 Seconds = Callable[[int], Any]

@@ -31,11 +31,12 @@ from jhpt.core.schedule import in_flight
 from jhpt.core.work import flops_shares, late_products
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.basis import NO_OTHERS
-from jhpt.planner.cost.communication import Place, residual_bytes
+from jhpt.planner.cost.communication import residual_bytes
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel, End
 from jhpt.planner.cost.offload import device_bytes, host_bytes, offloaded_step
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import Array, step_seconds
 
 

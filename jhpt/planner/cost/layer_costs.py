@@ -66,9 +66,10 @@ import numpy as np
 from jhpt.core.framework import Framework
 from jhpt.planner.cost.basis import CostBasis
 from jhpt.planner.cost.collectives import BACKWARD, FORWARD
-from jhpt.planner.cost.communication import Place, all_gather
+from jhpt.planner.cost.communication import all_gather
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import Slot
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import Array
 
 CAST = 6.0

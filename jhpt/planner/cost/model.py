@@ -19,10 +19,11 @@ from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import IN_TURN
 from jhpt.planner.cost.basis import NO_OTHERS, CostBasis
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
-from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
+from jhpt.planner.cost.communication import all_gather, transfer_seconds
 from jhpt.planner.cost.layer_costs import KindCosts, slot
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers
 from jhpt.planner.cost.memory import Slot, in_one_stage, in_pipeline, with_embedding_and_head
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import Array
 
 _Key = tuple[Place, int, LayerStrategy]

@@ -18,9 +18,10 @@ from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule, Space
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.communication import Place, Places, transfer_seconds
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.places import Place, Places
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.grids import Grid

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import Array
 
 PAIRWISE = 256

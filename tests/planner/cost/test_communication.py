@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
-from jhpt.planner.cost.communication import Group, Places, all_gather, all_reduce, reduce_scatter, transfer_seconds
+from jhpt.planner.cost.communication import Group, all_gather, all_reduce, reduce_scatter, transfer_seconds
+from jhpt.planner.cost.places import Places
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 FAST = Link(bandwidth=100.0, latency=0.0)

@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
-from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.general.least import Minima, Transfers
 from jhpt.planner.search.general.suffixes import Choices, Suffixes, device_memory, needs, stage_choices

@@ -39,9 +39,10 @@ import numpy.typing as npt
 
 from jhpt.core.cluster import Link
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.places import Place
 from jhpt.planner.cost.schedule import Array
 
 Index = npt.NDArray[np.int64]
