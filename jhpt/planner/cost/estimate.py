@@ -178,7 +178,7 @@ def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cos
 
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
     """The costs of the layers in every chunk of a stage, under a strategy."""
-    place = _pace(plan, position, model)
+    place = _slowest_place(plan, position, model)
     return [chunk_costs(chunk, place, strategy, model).layers for chunk in plan.stages[position].chunks]
 
 
@@ -188,7 +188,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     shape = (stages, plan.chunks)
     forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
     for s, stage in enumerate(plan.stages):
-        place, places = _pace(plan, s, model), model.places.by_kind(stage)
+        place, places = _slowest_place(plan, s, model), model.places.by_kind(stage)
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             forward[s, c], backward[s, c] = costs.forward, costs.backward
@@ -210,7 +210,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update, weights=weights)
 
 
-def _pace(plan: Plan, position: int, model: CostModel) -> Place:
+def _slowest_place(plan: Plan, position: int, model: CostModel) -> Place:
     """The place of a stage; where data ranks have samples by speed, that of the kind of device that is done last."""
     stage, strategy = plan.stages[position], strategy_of(plan)
 
@@ -308,7 +308,7 @@ def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float
 
 def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
     stage, count = plan.stages[position], plan.micro_batches
-    place, slot = _pace(plan, position, model), slot_of(plan, position, model)
+    place, slot = _slowest_place(plan, position, model), slot_of(plan, position, model)
     costs = [chunk_costs(chunk, place, strategy_of(plan), model) for chunk in stage.chunks]
     fullest = max(model.places.by_kind(stage), key=lambda each: each.samples or 0)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
