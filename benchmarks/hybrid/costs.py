@@ -257,7 +257,7 @@ def measured_exchange(hosts: Hosts[Task]) -> dict[str, Any]:
 def no_faster(link: Link, bandwidth: float) -> Link:
     """The same link, on which no message takes less time than at `bandwidth`, its latency included.
 
-    A message after a pause is faster, because the link allows a burst; the messages of a step have no pauses.  Latency
+    The first frames after a pause pass at once (`benchmarks.netlab.links`), so that small messages seem faster.  Latency
     passes while the bytes move: with links of 2 Gbit/s an all-reduce of 0.9 MB over four hosts takes as long as one of
     16 KiB, 10 ms.  So a rate beyond the latency may be higher than `bandwidth`.
     """

@@ -6,8 +6,8 @@
 
 A host is a namespace with one interface, `eth0`, at 10.77.0.(rank + 1).  The other ends of the links are the ports of a
 bridge, the switch, which has a namespace of its own.  No namespace reaches the machine's network, so the addresses are
-free in every lab.  One token bucket limits the rate at which a host sends; another, at its port of the switch, limits
-the rate at which it receives.  CPU quotas make waiting cost what it costs on real hosts: without them, hosts that share
+free in every lab.  Token buckets limit the rate at which a host sends; others, at its port of the switch, limit the
+rate at which it receives.  CPU quotas make waiting cost what it costs on real hosts: without them, hosts that share
 cores would compute while others wait, and hide each other's idle time.
 
 Hosts have the machine's kernel, host name and memory in common.  `jhpt.core.host` tells them apart by the inodes of
@@ -19,7 +19,7 @@ are removed when the next lab is entered.  A run that is interrupted by Ctrl-C, 
 nothing.
 
 An all-reduce of 4 MiB of float32 over four hosts of half a core each, on two cores, takes these milliseconds (in
-brackets `2 (n - 1) / n bytes / rate`): 511 (503) at 100 Mbit/s, 104 (101) at 500, 53 (50) at 1000, 28 (25) at 2000.
+brackets `2 (n - 1) / n bytes / rate`): 510 (503) at 100 Mbit/s, 102 (101) at 500, 52 (50) at 1000, 26 (25) at 2000.
 Without a limit it takes 10 to 16 ms of computation; if other programs use both cores too, 35 at 2000.  Links add no
 delay: a message and its answer take 50 microseconds.
 

@@ -113,9 +113,14 @@ def test_labs_of_one_process_have_tags_of_their_own():
     assert Lab(hosts=1, tag=first.tag) == first
 
 
-def test_bucket_holds_a_millisecond_or_two_frames():
-    assert queue_discipline(500e6) == f"tbf rate 500000000bit burst 62500 limit {(1 << 26) + 62500}"
-    assert queue_discipline(100e6) == f"tbf rate 100000000bit burst 18000 limit {(1 << 26) + 18000}"
+def test_buckets_hold_a_millisecond_and_what_passes_at_once():
+    """At 500 Mbit/s 9,375 bytes take 150 us, 125 without the timer's delay: 600 Mbit/s.  At 100 one frame takes 721."""
+    assert queue_discipline(500e6) == (
+        f"tbf rate 500000000bit burst 62500 peakrate 600000000bit mtu 9375 limit {(1 << 26) + 62500}"
+    )
+    assert queue_discipline(100e6) == (
+        f"tbf rate 100000000bit burst 18028 peakrate 103591335bit mtu 9014 limit {(1 << 26) + 18028}"
+    )
     assert queue_discipline(None) == "noqueue"
 
 
