@@ -132,15 +132,21 @@ class Entry(Measured):
         names = set(self.samples) - {BY_SPEED, SAMPLES} if self.mixed else set(self.samples) & set(BASELINES)
         return min(sorted(names), key=self.median)
 
+    def ratios(self, other: str, ours: str) -> list[float]:
+        """Seconds of one competitor / seconds of the other, of every launch; 1 where both ran the same program, whose
+        two measurements are part of `spread`."""
+        measured = super().ratios(other, ours)
+        return [1.0 if self.alike(other, ours, launch) else ratio for launch, ratio in enumerate(measured)]
+
     @property
     def spread(self) -> float:
-        """The largest relative difference, within a launch, between competitors that run the same: data parallelism
-        twice, and a plan that equals a baseline."""
+        """The largest relative difference, within a launch, between measurements of one program: of data parallelism
+        twice, and of a plan that equals a baseline."""
         pairs = itertools.permutations(self.samples, 2)
         return max(
             ratio - 1
             for one, other in pairs
-            for launch, ratio in enumerate(self.ratios(one, other))
+            for launch, ratio in enumerate(Measured.ratios(self, one, other))
             if self.alike(one, other, launch)
         )
 

@@ -195,11 +195,16 @@ def test_every_launch_measures_everything(monkeypatch):
         hybrid.run(quick=False, json_path=None, only=["mlq"])
 
 
-def test_spread_is_that_of_all_that_run_the_same():
-    """A plan that is data parallelism is one more measurement of it."""
+def test_a_plan_that_is_a_baseline_is_one_more_measurement_of_it():
+    """Its ratio to that is 1, and how far their measurements lie apart counts in the spread."""
     rows = [dict(row) for row in ROWS if row.get("model") == "vgg"]
     rows[-1]["plan"] = rows[0]["plan"] | {"seconds": 1.21, "device": "emulated host"}
-    assert hybrid.claims(rows)["spread_max"].value == pytest.approx(1.1)  # 2.1 / 1.0
+    claims = hybrid.claims(rows)
+    assert claims["spread_max"].value == pytest.approx(1.1)  # 2.1 / 1.0
+    assert claims["vs_data_parallel_max"].value == claims["worst_vs_best_baseline"].value == 1.0
+    # In another launch the plan is another one, and what it took counts.
+    different = numbered([row for row in ROWS if row.get("model") == "vgg"], 1)
+    assert hybrid.claims([*numbered(rows, 0), *different])["vs_data_parallel_max"].value == pytest.approx(2.0**0.5)
 
 
 def test_idle_shares():
