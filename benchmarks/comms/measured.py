@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from benchmarks.comms.costs import sent_bytes
 from benchmarks.comms.task import Task
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.timing import Call
-from benchmarks.hybrid.layer_times import typical_seconds
+from benchmarks.emulated.timing import Call, typical_seconds
 
 Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
 """By name: a function that lowers a program, and one that makes its arguments."""

@@ -10,8 +10,12 @@ from typing import Any
 import jax
 
 from benchmarks.emulated.hosts import Hosts
+from jhpt.measure.timer import interleaved, steady
 
 Call = Callable[[], Any]
+
+SAMPLE_S = 0.06
+"""Seconds of a row of calls: several periods of a quota (`benchmarks.netlab`), so that its phase hardly matters."""
 
 
 def in_turn(
@@ -48,6 +52,52 @@ def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
             order = random.sample(names, len(names))
         made.append(order)
     return made
+
+
+def in_rotation(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Typical seconds of every call on a host with a quota, taken in turn.
+
+        seconds = processor seconds of the call x (seconds of all rounds / their processor seconds)
+
+    In a row of its own a call would find in the caches what it left there; here, as in a step, other calls have
+    replaced it.  A host with a quota runs and stands still in turn, for longer than most calls take, so only the
+    seconds of all rounds are taken from the clock.
+    """
+    for call in calls.values():
+        jax.block_until_ready(call())
+    samples = {name: list[float]() for name in calls}
+    begun, spent = time.perf_counter(), time.process_time()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.process_time()
+            jax.block_until_ready(call())
+            samples[name].append(time.process_time() - start)
+    pace = (time.perf_counter() - begun) / (time.process_time() - spent)
+    return {name: pace * statistics.median(each) for name, each in samples.items()}
+
+
+def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Typical seconds of every call on a host with a quota, each in rows of as many as take `SAMPLE_S` seconds."""
+    counts = {name: _repeats(call) for name, call in calls.items()}
+    samples = interleaved({name: _times(call, counts[name]) for name, call in calls.items()}, rounds, warmup=0)
+    return {name: seconds / counts[name] for name, seconds in steady(samples).items()}
+
+
+def _repeats(call: Call) -> int:
+    jax.block_until_ready(call())
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < SAMPLE_S:
+        jax.block_until_ready(call())
+        done += 1
+    return done
+
+
+def _times(call: Call, count: int) -> Call:
+    def run() -> None:
+        for _ in range(count):
+            jax.block_until_ready(call())
+
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,53 +60,80 @@ def planned(
     links: Mapping[float, Link],
     quota: Quota,
     hosts: int,
-    dispatch: Dispatch | None = None,
+    general: tuple[ModelProfile, Dispatch] | None = None,
 ) -> list[Variant]:
     """Competitors at every rate, baselines with all plans that are tried.
 
-    Data parallelism in 16 bits has the plans of data parallelism.  dispatch: of general plans; None: none competes.
+    Data parallelism in 16 bits has the plans of data parallelism.
+
+    Args:
+      profile: layers as one program runs them.
+      general: layers as stages with programs of their own run them, and the dispatch of these; None: no general plan
+        competes.
     """
     models = {rate: CostModel(profile, cluster_of(link, hosts)) for rate, link in links.items()}
     first = next(iter(models.values()))
     sweeps = swept(subject, first, lambda plan: [predicted_seconds(plan, model, quota) for model in models.values()])
     variants = []
     for rate, model in models.items():
-        found = [variant_of(name, plan, rate, model, quota) for name, plans in sweeps.items() for plan in plans]
-        short = CostModel(profile.model_copy(update={"bytes_per_weight": 2}), model.cluster)
-        found += [variant_of(SHORT, plan, rate, short, quota) for plan in sweeps[DATA_PARALLEL]]
-        spmd, general = spmd_variants(subject, model, rate, quota), list[Variant]()
-        if dispatch is not None:
-            general = general_variants(subject, model, rate, quota, dispatch)
-        candidates = tried([*spmd, *general], PLAN, TRIALS)
-        near = nearby_variants(candidates, model, quota, dispatch)
-        variants += [*found, *tried(spmd, SPMD, 1), *general[:1], *candidates, *near]
+        prices = Prices(rate=rate, quota=quota, model=model)
+        if general is not None:
+            prices = replace(prices, general=CostModel(general[0], model.cluster), dispatch=general[1])
+        found = [prices.variant(name, plan) for name, plans in sweeps.items() for plan in plans]
+        short = replace(prices, model=CostModel(profile.model_copy(update={"bytes_per_weight": 2}), model.cluster))
+        found += [short.variant(SHORT, plan) for plan in sweeps[DATA_PARALLEL]]
+        spmd, apart = spmd_variants(subject, prices), general_variants(subject, prices) if general else []
+        candidates = tried([*spmd, *apart], PLAN, TRIALS)
+        near = nearby_variants(candidates, prices)
+        variants += [*found, *tried(spmd, SPMD, 1), *apart[:1], *candidates, *near]
     return variants
 
 
-def spmd_variants(subject: Subject, model: CostModel, rate: float, quota: Quota) -> list[Variant]:
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What plans take at one rate.
+
+    model: prices those of one program.  general, dispatch: those with a program for each stage; None: there are none.
+    """
+
+    rate: float
+    quota: Quota
+    model: CostModel
+    general: CostModel | None = None
+    dispatch: Dispatch | None = None
+
+    def variant(self, name: str, plan: Plan) -> Variant:
+        """The variant of a plan."""
+        model, dispatch = (self.general, self.dispatch) if plan.space == "general" else (self.model, None)
+        assert model is not None
+        seconds = predicted_seconds(plan, model, self.quota, dispatch)
+        return Variant(rate=self.rate, name=name, plan=plan, predicted=seconds)
+
+
+def spmd_variants(subject: Subject, prices: Prices) -> list[Variant]:
     """The planner's plans of one program on all hosts, and its baselines."""
-    wanted, hosts = request_of(subject), model.cluster.num_devices
+    model, wanted = prices.model, request_of(subject)
     answer = solve(model.profile, model.cluster, wanted, "spmd")
     candidates = [answer.plan, *answer.alternatives, *(one.plan for one in baselines(wanted, model))]
     return [
-        variant_of(SPMD, plan, rate, model, quota)
+        prices.variant(SPMD, plan)
         for plan in candidates
-        if plan is not None and plan.devices == hosts and len(plan.stages) <= wanted.max_stages
+        if plan is not None and plan.devices == model.cluster.num_devices and len(plan.stages) <= wanted.max_stages
     ]
 
 
-def general_variants(
-    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch
-) -> list[Variant]:
+def general_variants(subject: Subject, prices: Prices) -> list[Variant]:
     """The planner's plans of several stages with a program each, or with samples by speed, on all hosts, the one
     predicted fastest first."""
-    cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
+    model, dispatch = prices.general, prices.dispatch
+    assert model is not None and dispatch is not None
+    cluster, slowest = model.cluster, min(prices.quota.of(host) for host in range(model.cluster.num_devices))
     wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
     answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
     found = []
     for plan in (answer.plan, *answer.alternatives):
         if plan.devices == cluster.num_devices and (len(plan.stages) > 1 or plan.by_speed) and stages_run(plan):
-            found.append(variant_of(GENERAL, plan, rate, model, quota, dispatch))
+            found.append(prices.variant(GENERAL, plan))
     return sorted(found, key=lambda variant: variant.predicted)
 
 
@@ -117,22 +144,9 @@ def tried(variants: Sequence[Variant], name: str, count: int) -> list[Variant]:
     return [replace(variants[plans.index(plan)], name=name) for plan in chosen]
 
 
-def nearby_variants(
-    candidates: Sequence[Variant], model: CostModel, quota: Quota, dispatch: Dispatch | None
-) -> list[Variant]:
+def nearby_variants(candidates: Sequence[Variant], prices: Prices) -> list[Variant]:
     """The plans near each of the candidates, of which those near the fastest will be tried."""
-    return [
-        variant_of(NEARBY, plan, one.rate, model, quota, dispatch)
-        for one in candidates
-        for plan in nearby(one.plan, model)
-    ]
-
-
-def variant_of(
-    name: str, plan: Plan, rate: float, model: CostModel, quota: Quota, dispatch: Dispatch | None = None
-) -> Variant:
-    """The variant of a plan."""
-    return Variant(rate=rate, name=name, plan=plan, predicted=predicted_seconds(plan, model, quota, dispatch))
+    return [prices.variant(NEARBY, plan) for one in candidates for plan in nearby(one.plan, prices.model)]
 
 
 def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Dispatch | None = None) -> float:

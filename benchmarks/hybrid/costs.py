@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.timing import in_turn
+from benchmarks.emulated.timing import Call, in_rotation, in_turn, typical_seconds
 from benchmarks.hybrid.layer_times import (
     LayerProgram,
     alone,
@@ -22,7 +22,6 @@ from benchmarks.hybrid.layer_times import (
     layer_programs,
     shard_of,
     timings,
-    typical_seconds,
 )
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota
@@ -43,6 +42,9 @@ LINK_SIZES = tuple(1 << exponent for exponent in range(14, 25, 2))
 IN_A_ROW = 6
 """Small all-reduces of a sample, which lasts longer, so that it matters less in which moment of the quotas' period it
 begins."""
+
+ROTATIONS = 4
+"""How often every layer is called in rotation in one of `Task.layer_rounds`."""
 
 ALONE_ROUNDS = 2
 """How often one host times its layers alone: only the sum of all of them counts."""
@@ -78,6 +80,27 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[st
     alone = typical_seconds(calls, ALONE_ROUNDS) if hosts.rank == 0 else {}
     alone = hosts.everyone(alone)[0]
     return together, max(1.0, sum(together[0].values()) / sum(alone.values()))
+
+
+def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, float]]:
+    """Seconds of all programs of layers as plans with a program for each stage run them, and of the update, of every
+    host.
+
+    Each program is called in turn with those of the same tensor degree and number of rows.  It runs on this host's
+    device alone: programs over the devices of all hosts take longer to call.
+    """
+    hosts.free()
+    here = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("all",)), PartitionSpec())
+    groups = [{"update": _update(subject)}]
+    for (tensor, batch), its in _programs(subject, hosts.count, here).items():
+        of_layers = calls_of(its, {name: one.lower().compile() for name, one in its.items()})
+        groups.append({_named(name, tensor, batch): call for name, call in of_layers.items()})
+    hosts.say(f"{subject.name}: {sum(map(len, groups))} programs of layers in rotation")
+    hosts.limit(None)
+    seconds: dict[str, float] = {}
+    for calls in groups:
+        seconds |= in_rotation(calls, ROTATIONS * hosts.task.layer_rounds)
+    return hosts.everyone(seconds)
 
 
 def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tuple[ModelProfile, Rows]:
@@ -126,21 +149,25 @@ def paces_of(by_host: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
     return tuple(statistics.geometric_mean(one[name] / most[name] for name in most) for one in by_host)
 
 
-def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Callable[[], Any]]:
+def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Call]:
     """Every program of a layer, compiled by one host for all, and the update."""
     everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec())
     groups = _programs(subject, hosts.count, everywhere)
     compiled = hosts.compiled(
         {f"{group}{name}": one.lower for group, its in groups.items() for name, one in its.items()}
     )
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Call] = {}
     for (tensor, batch), its in groups.items():
         of_layers = calls_of(its, {name: compiled[f"{(tensor, batch)}{name}"] for name in its})
-        for name, call in of_layers.items():
-            kind, _, passes = name.rpartition(" ")
-            calls[f"{kind}|{tensor}|{batch} {passes}"] = call
+        calls |= {_named(name, tensor, batch): call for name, call in of_layers.items()}
     calls["update"] = _update(subject)
     return calls
+
+
+def _named(name: str, tensor: int, batch: int) -> str:
+    """The name of a layer's call among those of all degrees and numbers of rows."""
+    kind, _, passes = name.rpartition(" ")
+    return f"{kind}|{tensor}|{batch} {passes}"
 
 
 def _programs(subject: Subject, hosts: int, place: NamedSharding) -> dict[tuple[int, int], dict[str, LayerProgram]]:
@@ -171,7 +198,7 @@ def counts_of(subject: Subject) -> tuple[int, ...]:
     return tuple(count for count in powers if subject.batch % count == 0) if subject.piped else (1, 2, 4)
 
 
-def _update(subject: Subject) -> Callable[[], Any]:
+def _update(subject: Subject) -> Call:
     """What a step does once with all parameters: gradients become those of the mean loss, are clipped and applied."""
     state = jax.jit(lambda key: init_state(subject.init(key), make_optimizer(OptimizerConfig())))(jax.random.key(0))
     gradients = jax.tree.map(lambda leaf: 1e-3 * jnp.ones_like(leaf), state.params)
@@ -257,7 +284,7 @@ def measured_exchange(hosts: Hosts[Task]) -> dict[str, Any]:
 def no_faster(link: Link, bandwidth: float) -> Link:
     """The same link, on which no message takes less time than at `bandwidth`, its latency included.
 
-    The first frames after a pause pass at once (`benchmarks.netlab.links`), so that small messages seem faster.  Latency
+    The first frames after a pause pass at once (`benchmarks.netlab.links`), so small messages seem faster.  Latency
     passes while the bytes move: with links of 2 Gbit/s an all-reduce of 0.9 MB over four hosts takes as long as one of
     16 KiB, 10 ms.  So a rate beyond the latency may be higher than `bandwidth`.
     """

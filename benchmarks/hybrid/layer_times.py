@@ -8,12 +8,11 @@
 The head's forward pass ends in the loss.  One rank of a tensor axis runs on its shard and uses its part in place of the
 other ranks' (`alone`), so that only communication is left out.
 
-A device with a quota of a core runs and stands still in turn, for some milliseconds each.  Therefore a sample is as
-many calls as take `SAMPLE_S` seconds.  This is simpler than `jhpt.measure.profile` and works for any network.  It does
-not see what XLA fuses across layers, nor that buffers of a whole step may not fit the caches.
+They are timed in rows of the same call, as the loops of one program run them, and in rotation, as stages with programs
+of their own do (`benchmarks.emulated.timing`).  This is simpler than `jhpt.measure.profile` and works for any network.
+It does not see what XLA fuses across layers, nor what a loop copies in and out of the stacks of its layers.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from benchmarks.emulated.timing import Call
 from jhpt.core.axes import TENSOR
 from jhpt.core.profile import Timing
-from jhpt.measure.timer import interleaved, steady
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.layer_vjp import Saved, split_layer
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.model_parts import ModelParts, picked
 from jhpt.sharding.partition import parameter_spec, path_name
-
-Call = Callable[[], Any]
-
-SAMPLE_S = 0.06
-"""Seconds of one sample: several periods of a quota (`benchmarks.netlab`), so that its phase hardly matters."""
 
 
 def alone(shards: int) -> Hooks:
@@ -155,30 +149,6 @@ def _timing(tensor: int, seconds: Mapping[int, tuple[float, float]]) -> Timing:
         forward=tuple(map(float, forward)),
         backward=tuple(map(float, both - forward)),
     )
-
-
-def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Typical seconds of every call, taken in turn."""
-    counts = {name: _repeats(call) for name, call in calls.items()}
-    samples = interleaved({name: _times(call, counts[name]) for name, call in calls.items()}, rounds, warmup=0)
-    return {name: seconds / counts[name] for name, seconds in steady(samples).items()}
-
-
-def _repeats(call: Call) -> int:
-    jax.block_until_ready(call())
-    start, done = time.perf_counter(), 0
-    while time.perf_counter() - start < SAMPLE_S:
-        jax.block_until_ready(call())
-        done += 1
-    return done
-
-
-def _times(call: Call, count: int) -> Call:
-    def run() -> None:
-        for _ in range(count):
-            jax.block_until_ready(call())
-
-    return run
 
 
 def _each_block(blocks: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
-from benchmarks.hybrid.competitors import Variant, general_variants, nearby_variants, tried, variant_of
+from benchmarks.hybrid.competitors import Prices, Variant, general_variants, nearby_variants, tried
 from benchmarks.hybrid.costs import Rows, cluster_of, kind_name, profile_of
 from benchmarks.hybrid.general import Dispatch
 from benchmarks.hybrid.models import Subject
@@ -38,28 +38,34 @@ def profiles_by_share(
 
 def planned_by_speed(
     subject: Subject,
-    profiles: dict[float, ModelProfile],
+    profiles: tuple[dict[float, ModelProfile], dict[float, ModelProfile]],
     link: Link,
     rate: float,
     quota: Quota,
     dispatch: Dispatch,
 ) -> list[Variant]:
-    """The competitors at one rate, the plan by speed and what is near it last."""
+    """The competitors at one rate, the plan by speed and what is near it last.
+
+    profiles: by share, of layers as one program runs them, and as programs of stages do.
+    """
     shares = quota.shares
     assert shares is not None
     cluster = cluster_of(link, len(shares), shares)
     rates = {node.device.name: node.device.rates for node in cluster.nodes}
     first, *rest = dict.fromkeys(shares)
-    others = {rates[kind_name(share)]: profiles[share] for share in rest}
-    model = CostModel(profiles[first], cluster, others=others)
+    model, general = (
+        CostModel(its[first], cluster, others={rates[kind_name(share)]: its[share] for share in rest})
+        for its in profiles
+    )
+    prices = Prices(rate=rate, quota=quota, model=model, general=general, dispatch=dispatch)
     variants = [
         one
         for name, plans in equal_splits(subject, model).items()
-        for one in sorted(
-            (variant_of(name, plan, rate, model, quota) for plan in plans), key=lambda variant: variant.predicted
-        )[: TRIALS if name == ANY_GRID else 1]
+        for one in sorted((prices.variant(name, plan) for plan in plans), key=lambda variant: variant.predicted)[
+            : TRIALS if name == ANY_GRID else 1
+        ]
     ]
-    general = general_variants(subject, model, rate, quota, dispatch)
-    samples = [replace(one, name=SAMPLES) for one in general if one.plan.by_speed]
-    candidates = tried(general, BY_SPEED, TRIALS)
-    return [*variants, *samples[:1], *candidates, *nearby_variants(candidates, model, quota, dispatch)]
+    found = general_variants(subject, prices)
+    samples = [replace(one, name=SAMPLES) for one in found if one.plan.by_speed]
+    candidates = tried(found, BY_SPEED, TRIALS)
+    return [*variants, *samples[:1], *candidates, *nearby_variants(candidates, prices)]

@@ -2,7 +2,7 @@
 
 For each model, all hosts measure or compute:
 
-    layers     timed with the quota on
+    layers     timed with the quota on, as one program runs them, and as programs of stages do
     links      timed at every rate, and the processor time of an exchange
     plans      made from both
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
@@ -31,6 +31,7 @@ from benchmarks.hybrid.costs import (
     measured_seconds,
     paces_of,
     profile_of,
+    seconds_in_rotation,
 )
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
@@ -90,18 +91,31 @@ def _planned(
 ) -> tuple[list[Variant], Rows]:
     """(this host's plans of all competitors, rows of layers)."""
     by_host, alone = measured_seconds(hosts, subject)
+    of_stages = seconds_in_rotation(hosts, subject) if dispatch is not None else None
     quota = replace(quota, alone=alone)
     if quota.shares:
-        assert dispatch is not None, "on mixed hosts a general plan competes"
+        assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"
         profiles, rows = profiles_by_share(subject, by_host, quota.shares)
-        rows.append({"row": "paces", "model": subject.name, "alone": alone})
-        by_rate = (planned_by_speed(subject, profiles, link, rate, quota, dispatch) for rate, link in links.items())
+        apart, more = profiles_by_share(subject, of_stages, quota.shares)
+        rows += [*_in_rotation(more), {"row": "paces", "model": subject.name, "alone": alone}]
+        both = profiles, apart
+        by_rate = (planned_by_speed(subject, both, link, rate, quota, dispatch) for rate, link in links.items())
         return [one for variants in by_rate for one in variants], rows
     profile, rows = profile_of(subject, by_host)
     quota = replace(quota, paces=paces_of(by_host))
     rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
     rows.append({"row": "paces", "model": subject.name, "paces": quota.paces, "alone": alone})
-    return planned(subject, profile, links, quota, hosts.count, dispatch), rows
+    general = None
+    if dispatch is not None and of_stages is not None:
+        passes, more = profile_of(subject, of_stages)
+        rows += _in_rotation(more)
+        general = passes, dispatch
+    return planned(subject, profile, links, quota, hosts.count, general), rows
+
+
+def _in_rotation(rows: Rows) -> Rows:
+    """Rows of layers, as those of layers in rotation."""
+    return [{**row, "row": "layer in rotation"} for row in rows]
 
 
 def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tuple[list[Variant], Rows]:

@@ -18,12 +18,11 @@ from benchmarks.convergence import cell
 from benchmarks.convergence.cells import SEEDS, Cell, cells
 from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
-from benchmarks.emulated.timing import in_turn, orders, trial
+from benchmarks.emulated.timing import in_turn, orders, trial, typical_seconds
 from benchmarks.hybrid import costs, worker
 from benchmarks.hybrid.baselines import equal_splits
 from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
 from benchmarks.hybrid.costs import cluster_of, measured_seconds, no_faster, paces_of, profile_of
-from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.steps import on_one_host
 from benchmarks.hybrid.task import MODELS, NEARBY, PLAN, run_key
@@ -400,6 +399,50 @@ def test_typical_seconds_are_of_a_call(monkeypatch):
     """Rows of calls are divided by their number."""
     timed_calls = typical_seconds({"a": lambda: np.zeros(())}, 3)
     assert set(timed_calls) == {"a"} and 0 < timed_calls["a"] < 0.1
+
+
+def test_calls_in_rotation_take_their_processor_seconds_at_the_pace_of_all(monkeypatch):
+    """A host with a third of a core computes a and c in one stretch and stands still during b; a slow round does not
+    count."""
+    now, spent = [0.0], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "process_time", lambda: spent[0])
+    order, rounds = [], 4
+
+    def call(name: str, clock: float, processor: float):
+        def run():
+            order.append(name)
+            slow = 100.0 if len(order) == 4 else 0.0  # a's first sample
+            now[0] += clock + 3 * slow
+            spent[0] += processor + slow
+            return jnp.zeros(())
+
+        return run
+
+    calls = {"a": call("a", 1.0, 1.0), "b": call("b", 22.0, 4.0), "c": call("c", 1.0, 3.0)}
+    assert timing.in_rotation(calls, rounds) == pytest.approx({"a": 3.0, "b": 12.0, "c": 9.0})
+    assert order == ["a", "b", "c"] * (1 + rounds)
+
+
+def test_layers_of_stages_are_timed_in_rotation_with_those_of_as_many_rows(monkeypatch):
+    """With the quota on, the update alone, and everything that programs of stages may need."""
+    asked = []
+
+    def in_rotation(calls, rounds):
+        asked.append((list(calls), rounds))
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(costs, "in_rotation", in_rotation)
+    monkeypatch.setattr(costs, "batches", lambda *_: [2, 4])
+    subject, hosts = SUBJECTS["mlp"](), Two(3.0, SimpleNamespace(layer_rounds=2))
+    mine, other = costs.seconds_in_rotation(hosts, subject)
+    assert hosts.limits[-1] is None and set(other.values()) == {3.0}
+    assert {rounds for _, rounds in asked} == {2 * costs.ROTATIONS}
+    (update, *groups) = [names for names, _ in asked]
+    assert update == ["update"] and set(mine) == {"update", *itertools.chain.from_iterable(groups)}
+    keys = [{name.split(" ")[0].partition("|")[2] for name in names} for names in groups]
+    assert keys == [{f"{tensor}|{rows}"} for tensor in (1, 2) for rows in (2, 4)]
+    assert {f"{kind}|1|2 forward" for kind in subject.profile().kinds} <= set(groups[0])
 
 
 def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():

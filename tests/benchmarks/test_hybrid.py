@@ -57,7 +57,9 @@ def timed(profile: ModelProfile) -> ModelProfile:
 
 def step_row(model: str, rate: float, competitor: str, samples: list[float], predicted: float) -> dict:
     plan = plan_of(BLOCKS, 1, "1f1b").model_dump(mode="json") | {
-        "micro_batches": {"plan": 2, "gpipe": 4}.get(competitor, 1)
+        "micro_batches": {"plan": 2, "gpipe": 4, "general": 8, "by speed": 16, "samples by speed": 32}.get(
+            competitor, 1
+        )
     }
     return {
         "row": "step",
@@ -611,5 +613,17 @@ def test_small_run_on_two_hosts(tmp_path):
     (entry,) = hybrid.entries(rows)
     assert {"data parallel", "data parallel again", "data parallel 16 bits", "gpipe", "plan"} <= set(entry.samples)
     assert all(len(samples) == 2 and min(samples) > 0 for (samples,) in entry.samples.values())
-    assert {row["row"] for row in rows} == {"link", "quota", "dispatch", "layer", "trial", "step", "update"}
+    assert {row["row"] for row in rows} == {
+        "link",
+        "quota",
+        "exchange",
+        "dispatch",
+        "layer",
+        "layer in rotation",
+        "update",
+        "paces",
+        "trial",
+        "nearby",
+        "step",
+    }
     assert {row["plan"]["micro_batches"] for row in rows if row["row"] == "trial"} >= {1, 2, 4, 8, 16}

@@ -82,7 +82,7 @@ def test_the_general_plan_of_vgg_competes():
         for seconds in [2e-4 if name.startswith("conv") else 2e-5]
     }
     profile = profile.model_copy(update={"kinds": kinds})
-    everything = planned(subject, profile, {1e8: LINK}, QUOTA, 4, DISPATCH)
+    everything = planned(subject, profile, {1e8: LINK}, QUOTA, 4, (profile, DISPATCH))
     variants = {one.name: one for one in everything}
     plan, spmd = variants["general"].plan, variants["spmd"]
     assert plan in [one.plan for one in everything if one.name == "plan"]
@@ -105,7 +105,7 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     profiles, rows = profiles_by_share(subject, by_host, SHARES)
     assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
     quota = replace(QUOTA, shares=SHARES)
-    everything = planned_by_speed(subject, profiles, LINK, 5e8, quota, DISPATCH)
+    everything = planned_by_speed(subject, (profiles, profiles), LINK, 5e8, quota, DISPATCH)
     equal = [one for one in everything if one.name not in (BY_SPEED, SAMPLES, NEARBY)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS
@@ -133,9 +133,11 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
 def test_claims_of_general_plans():
     vgg = [
         step_row("vgg", 1e8, "data parallel", [2.0, 2.0], 2.0),
+        step_row("vgg", 1e8, "data parallel again", [2.0, 2.0], 2.0),
         step_row("vgg", 1e8, "plan", [1.0, 1.0], 1.0),
         step_row("vgg", 1e8, "general", [0.5, 0.8], 0.6),
         step_row("vgg", 2e9, "data parallel", [1.0, 1.0], 1.0),
+        step_row("vgg", 2e9, "data parallel again", [1.0, 1.0], 1.0),
         step_row("vgg", 2e9, "plan", [1.0, 1.0], 1.0),
         step_row("vgg", 2e9, "general", [1.0, 1.0], 1.1),
     ]
