@@ -54,26 +54,24 @@ def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
     return made
 
 
-def in_rotation(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Typical seconds of every call on a host with a quota, taken in turn.
+def in_rotation(calls: Mapping[str, Call], seconds: float) -> tuple[dict[str, float], float]:
+    """(typical processor seconds of every call, taken in turn for so long; seconds that pass in one of them).
 
-        seconds = processor seconds of the call x (seconds of all rounds / their processor seconds)
-
-    In a row of its own a call would find in the caches what it left there; here, as in a step, other calls have
-    replaced it.  A host with a quota runs and stands still in turn, for longer than most calls take, so only the
-    seconds of all rounds are taken from the clock.
+    In a row of its own a call would find in the caches what it left there; here other calls have replaced it.  A host
+    with a quota runs and stands still in turn, for longer than most calls take, so single calls are timed by the
+    processor, and only all of them together by the clock.
     """
     for call in calls.values():
         jax.block_until_ready(call())
     samples = {name: list[float]() for name in calls}
     begun, spent = time.perf_counter(), time.process_time()
-    for _ in range(rounds):
+    while time.perf_counter() - begun < seconds:
         for name, call in calls.items():
             start = time.process_time()
             jax.block_until_ready(call())
             samples[name].append(time.process_time() - start)
     pace = (time.perf_counter() - begun) / (time.process_time() - spent)
-    return {name: pace * statistics.median(each) for name, each in samples.items()}
+    return {name: statistics.median(each) for name, each in samples.items()}, pace
 
 
 def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:

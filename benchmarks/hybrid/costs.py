@@ -43,8 +43,8 @@ IN_A_ROW = 6
 """Small all-reduces of a sample, which lasts longer, so that it matters less in which moment of the quotas' period it
 begins."""
 
-ROTATIONS = 4
-"""How often every layer is called in rotation in one of `Task.layer_rounds`."""
+ROTATION_S = 5.0
+"""Seconds for which a host calls layers in rotation in each of `Task.layer_rounds`."""
 
 ALONE_ROUNDS = 2
 """How often one host times its layers alone: only the sum of all of them counts."""
@@ -86,21 +86,24 @@ def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, 
     """Seconds of all programs of layers as plans with a program for each stage run them, and of the update, of every
     host.
 
-    Each program is called in turn with those of the same tensor degree and number of rows.  It runs on this host's
-    device alone: programs over the devices of all hosts take longer to call.
+    Programs of one tensor degree and number of rows are called in turn.  These groups are dealt out to the hosts, which
+    are all busy for as long, and what takes a processor second on one of them is taken to do so on all.  A program runs
+    on the host's own device alone: one over the devices of all hosts takes longer to call.
     """
     hosts.free()
     here = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("all",)), PartitionSpec())
-    groups = [{"update": _update(subject)}]
-    for (tensor, batch), its in _programs(subject, hosts.count, here).items():
+    groups = [{"update": _update(subject)}] if hosts.rank == 0 else []
+    for (tensor, batch), its in list(_programs(subject, hosts.count, here).items())[hosts.rank :: hosts.count]:
         of_layers = calls_of(its, {name: one.lower().compile() for name, one in its.items()})
         groups.append({_named(name, tensor, batch): call for name, call in of_layers.items()})
     hosts.say(f"{subject.name}: {sum(map(len, groups))} programs of layers in rotation")
     hosts.limit(None)
-    seconds: dict[str, float] = {}
-    for calls in groups:
-        seconds |= in_rotation(calls, ROTATIONS * hosts.task.layer_rounds)
-    return hosts.everyone(seconds)
+    each = ROTATION_S * hosts.task.layer_rounds / len(groups)
+    found = [in_rotation(calls, each) for calls in groups]
+    mine = {"seconds": {name: s for seconds, _ in found for name, s in seconds.items()}}
+    everyone = hosts.everyone(mine | {"pace": statistics.median(pace for _, pace in found)})
+    seconds = {name: s for one in everyone for name, s in one["seconds"].items()}
+    return [{name: one["pace"] * s for name, s in seconds.items()} for one in everyone]
 
 
 def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tuple[ModelProfile, Rows]:

@@ -401,13 +401,13 @@ def test_typical_seconds_are_of_a_call(monkeypatch):
     assert set(timed_calls) == {"a"} and 0 < timed_calls["a"] < 0.1
 
 
-def test_calls_in_rotation_take_their_processor_seconds_at_the_pace_of_all(monkeypatch):
+def test_calls_in_rotation_are_timed_by_the_processor(monkeypatch):
     """A host with a third of a core computes a and c in one stretch and stands still during b; a slow round does not
-    count."""
+    count, and the calls go on until the time is over."""
     now, spent = [0.0], [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timing.time, "process_time", lambda: spent[0])
-    order, rounds = [], 4
+    order = []
 
     def call(name: str, clock: float, processor: float):
         def run():
@@ -420,29 +420,42 @@ def test_calls_in_rotation_take_their_processor_seconds_at_the_pace_of_all(monke
         return run
 
     calls = {"a": call("a", 1.0, 1.0), "b": call("b", 22.0, 4.0), "c": call("c", 1.0, 3.0)}
-    assert timing.in_rotation(calls, rounds) == pytest.approx({"a": 3.0, "b": 12.0, "c": 9.0})
-    assert order == ["a", "b", "c"] * (1 + rounds)
+    seconds, pace = timing.in_rotation(calls, 300 + 3 * 24 + 1.0)
+    assert seconds == pytest.approx({"a": 1.0, "b": 4.0, "c": 3.0}) and pace == pytest.approx(3.0)
+    assert order == ["a", "b", "c"] * (1 + 4)
 
 
-def test_layers_of_stages_are_timed_in_rotation_with_those_of_as_many_rows(monkeypatch):
-    """With the quota on, the update alone, and everything that programs of stages may need."""
-    asked = []
+def test_layers_of_stages_are_dealt_out_to_hosts_in_groups(monkeypatch):
+    """With the quota on; every host has the processor seconds of all groups, at its own pace."""
+    asked, groups = {}, [(tensor, rows) for tensor in (1, 2) for rows in (2, 4, 8)]
 
-    def in_rotation(calls, rounds):
-        asked.append((list(calls), rounds))
-        return dict.fromkeys(calls, 1.0)
+    def in_rotation(calls, seconds):
+        asked[rank].append((list(calls), seconds))
+        return dict.fromkeys(calls, 1.0 + rank), 2.0 + rank
 
     monkeypatch.setattr(costs, "in_rotation", in_rotation)
-    monkeypatch.setattr(costs, "batches", lambda *_: [2, 4])
-    subject, hosts = SUBJECTS["mlp"](), Two(3.0, SimpleNamespace(layer_rounds=2))
-    mine, other = costs.seconds_in_rotation(hosts, subject)
-    assert hosts.limits[-1] is None and set(other.values()) == {3.0}
-    assert {rounds for _, rounds in asked} == {2 * costs.ROTATIONS}
-    (update, *groups) = [names for names, _ in asked]
-    assert update == ["update"] and set(mine) == {"update", *itertools.chain.from_iterable(groups)}
-    keys = [{name.split(" ")[0].partition("|")[2] for name in names} for names in groups]
-    assert keys == [{f"{tensor}|{rows}"} for tensor in (1, 2) for rows in (2, 4)]
-    assert {f"{kind}|1|2 forward" for kind in subject.profile().kinds} <= set(groups[0])
+    monkeypatch.setattr(costs, "batches", lambda *_: [2, 4, 8])
+    monkeypatch.setattr(costs, "ROTATION_S", 6.0)
+    subject, said = SUBJECTS["mlp"](), []
+    for rank in (0, 1):
+        asked[rank], hosts = [], Two(1.0, SimpleNamespace(layer_rounds=2))
+        hosts.rank, hosts.everyone = rank, lambda mine: said.append(mine) or [mine]
+        costs.seconds_in_rotation(hosts, subject)
+        assert hosts.limits[-1] is None
+    assert [seconds for _, seconds in asked[0]] == [3.0] * 4 and [seconds for _, seconds in asked[1]] == [4.0] * 3
+    found = [{name.split(" ")[0].partition("|")[2] for name in names} for rank in (0, 1) for names, _ in asked[rank]]
+    assert found == [{""}, *({f"{tensor}|{rows}"} for tensor, rows in groups[::2] + groups[1::2])]
+    names = [{name for names, _ in asked[rank] for name in names} for rank in (0, 1)]
+    assert {f"{kind}|1|2 forward" for kind in subject.profile().kinds} | {"update"} <= names[0]
+
+    rank, asked[0] = 0, []
+    hosts = Two(1.0, SimpleNamespace(layer_rounds=2))
+    hosts.everyone = lambda mine: said[:2]
+    first, second = costs.seconds_in_rotation(hosts, subject)
+    for by_host, pace in ((first, 2.0), (second, 3.0)):
+        assert {by_host[name] for name in names[0]} == {pace * 1.0} and {by_host[name] for name in names[1]} == {
+            pace * 2
+        }
 
 
 def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():
