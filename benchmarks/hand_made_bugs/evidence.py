@@ -297,4 +297,25 @@ BUGS = (
         wrong="(stages - 1) / (pieces + stages - 1)",
         tests=("tests/benchmarks/test_hybrid.py", "-k", "idle"),
     ),
+    Bug(
+        name="benchmarks: links let a burst pass after a pause",
+        file="benchmarks/netlab/links.py",
+        right="peakrate {peak:.0f}bit mtu {at_once}",
+        wrong="",
+        tests=("tests/benchmarks/test_netlab_host.py", "-k", "buckets"),
+    ),
+    Bug(
+        name="benchmarks: general plans take what layers in rows of one call take",
+        file="benchmarks/hybrid/competitors.py",
+        right="(self.general, self.dispatch) if plan.space",
+        wrong="(self.model, self.dispatch) if plan.space",
+        tests=("tests/benchmarks/test_hybrid_general.py", "-k", "competes"),
+    ),
+    Bug(
+        name="benchmarks: a plan is slower or faster than its own program",
+        file="benchmarks/hybrid/run.py",
+        right="1.0 if self.alike(other, ours, launch) else ratio",
+        wrong="ratio",
+        tests=("tests/benchmarks/test_hybrid.py", "-k", "one_more_measurement"),
+    ),
 )
