@@ -57,13 +57,14 @@ def step(row: str, name: str, samples: list[float], **more: Any) -> dict[str, An
 
 
 def of_hybrid() -> Mapping[str, Claim]:
+    """The plan has other micro-batches than the others: its own program would be as fast as itself."""
     names = ("data parallel", "data parallel again", "data parallel 16 bits", "gpipe", "3-D grid", "plan")
-    return hybrid.claims(
-        [
-            step("step", "competitor", OURS if name == "plan" else OTHERS, of=name, model="gpt", bits_per_s=1e8)
-            for name in names
-        ]
-    )
+    rows = [
+        step("step", "competitor", OURS if name == "plan" else OTHERS, of=name, model="gpt", bits_per_s=1e8)
+        for name in names
+    ]
+    rows[-1]["plan"]["micro_batches"] *= 2
+    return hybrid.claims(rows)
 
 
 def of_comms() -> Mapping[str, Claim]:

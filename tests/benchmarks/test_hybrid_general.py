@@ -96,7 +96,7 @@ def test_the_general_plan_of_vgg_competes():
         name: kind.model_copy(
             update={
                 "timings": tuple(
-                    each.model_copy(update={"forward": (3 * each.forward[0],), "backward": (3 * each.backward[0],)})
+                    each.model_copy(update={"forward": (1.1 * each.forward[0],), "backward": (1.1 * each.backward[0],)})
                     for each in kind.timings
                 )
             }
@@ -106,7 +106,7 @@ def test_the_general_plan_of_vgg_competes():
     apart = profile.model_copy(update={"kinds": slower})
     others = {one.name: one for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4, (apart, DISPATCH))}
     assert others["spmd"].predicted == spmd.predicted
-    assert others["general"].predicted > 1.5 * variants["general"].predicted
+    assert others["general"].predicted > 1.02 * variants["general"].predicted
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():
