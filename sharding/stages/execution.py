@@ -53,7 +53,7 @@ class StagesExecution:
         read, zeros = zip(*(one or (None, None) for one in begun), strict=True)
         walk = Walk(route=self.route, params=read, batches=batches, keys=keys, totals=list(zeros))
         walk.step(timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches))
-        gradients = self._each(lambda at: self.route.programs[at].finish(walk.totals[at], params[at]))
+        gradients = self._each(lambda at: self.route.programs[at].finish(walk.totals[at]))
         gradients = self._with_shared(gradients)
         reports = self._each(lambda at: self.route.programs[at].report(gradients[at], self._sums_of(walk, at)))
         return Found(gradients, self._report_everywhere(reports))
@@ -104,7 +104,9 @@ class StagesExecution:
         programs, up, down = list[ChunkPrograms](), list[Transfer](), list[Transfer]()
         x = sums = None
         for chunk, execution, params in zip(self.layout.chunks, self.executions, self.stored, strict=True):
-            one = ChunkPrograms(placed=chunk, execution=execution, entering=x, scale=self.scale, options=self.options)
+            one = ChunkPrograms(
+                placed=chunk, execution=execution, stored=params, entering=x, scale=self.scale, options=self.options
+            )
             batch = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
                 chunk_batch(chunk, self._any_parts, self.rows),

@@ -5,6 +5,10 @@
     backward   saved activations, error -> gradients added up, error for the chunk before    once a micro-batch
     finish     gradients summed over the replicas, and the square of their norm                      once a step
 
+Where communication overlaps, the last micro-batch has a backward program of its own, which sums the gradients of each
+layer over the replicas beside the computation of the next (`layer_loop`), and `finish` sums what is outside the blocks.
+With samples by speed replicas pass through different branches, in which they cannot meet, and `finish` sums all.
+
 Every device keeps saved activations and unreduced gradients of its own: they leave a program as arrays
 [devices, ...] and enter the next one as they are.  The last chunk computes its loss in the backward pass, so that
 logits never outlive a pass, and its forward pass keeps y for that.
@@ -48,10 +52,11 @@ class ChunkBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChunkPrograms:
-    """The programs of one chunk.  execution: of its layout."""
+    """The programs of one chunk.  execution: of its layout.  stored: shapes of its stored parameters."""
 
     placed: PlacedChunk
     execution: Execution
+    stored: StoredParams
     entering: jax.ShapeDtypeStruct | None
     """x [room, ...] as it comes in; None: it is embedded here."""
     scale: float
@@ -66,13 +71,10 @@ class ChunkPrograms:
         """Stored parameters -> (parameters as passes read them, gradients so far)."""
 
         def run(params: StoredParams) -> tuple[Any, Any]:
-            gathered = self._parameters.gathered(params, self._specs(params))
+            gathered = self._parameters.gathered(params, self._specs)
             return _one(gathered), jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), jnp.float32), gathered)
 
-        def program(params: StoredParams) -> Any:
-            return self._mapped(run, (self._specs(params),), (self._own, self._own))(params)
-
-        return self._jitted(program)
+        return self._jitted(self._mapped(run, (self._specs,), (self._own, self._own)))
 
     @cached_property
     def forward(self) -> "jax.stages.Wrapped":
@@ -90,11 +92,21 @@ class ChunkPrograms:
 
         The last chunk takes its y in place of an error, and the others return no sums; the first returns no error.
         """
+        return self._backward_program(self._stage)
 
+    @cached_property
+    def last_backward(self) -> "jax.stages.Wrapped":
+        """`backward` for the last micro-batch.  If the blocks' gradients are reduced in it, it is another program."""
+        shared = any(self._parameters.storage(degree).ranks > 1 for _, degree, _ in self.placed.layout.runs)
+        if not (shared and self._parameters.reduces_in_last_pass):
+            return self.backward
+        return self._backward_program(self._passes_of_stage(last=True))
+
+    def _backward_program(self, stage: OneStage) -> "jax.stages.Wrapped":
         def run(
             total: Any, params: Any, saved: Any, error: jax.Array, batch: Any, key: jax.Array, at: jax.Array
         ) -> tuple[Any, Any, Any]:
-            its = partial(self._backward, _its(total), _its(params), _its(saved))
+            its = partial(self._backward, stage, _its(total), _its(params), _its(saved))
             total, down, sums = self._of_own_rows(its, error, *self._micro_batch(batch, key, at))
             return _one(total), down, _one(sums)
 
@@ -120,18 +132,12 @@ class ChunkPrograms:
 
     @cached_property
     def finish(self) -> "jax.stages.Wrapped":
-        """(gradients of all micro-batches, stored parameters) -> gradients, summed over the replicas, stored alike."""
+        """Gradients of all micro-batches -> gradients, summed over the replicas, stored like the parameters."""
 
-        def program(total: Any, params: StoredParams) -> Gradients:
-            specs = self._specs(params)
+        def run(total: Any) -> Gradients:
+            return self._parameters.reduced(_its(total), self._specs)
 
-            def run(total: Any) -> Gradients:
-                return self._parameters.reduced(_its(total), specs)
-
-            reduced: Gradients = self._mapped(run, (self._own,), specs)(total)
-            return reduced
-
-        return self._jitted(program, donate_argnums=0)
+        return self._jitted(self._mapped(run, (self._own,), self._specs), donate_argnums=0)
 
     @cached_property
     def report(self) -> "jax.stages.Wrapped":
@@ -160,7 +166,14 @@ class ChunkPrograms:
         return y, [of_run.saved for of_run in passed]
 
     def _backward(
-        self, total: Gradients, params: Params, saved: Any, error: jax.Array, rows: Batch, context: RowContext
+        self,
+        stage: OneStage,
+        total: Gradients,
+        params: Params,
+        saved: Any,
+        error: jax.Array,
+        rows: Batch,
+        context: RowContext,
     ) -> tuple[Gradients, jax.Array | None, Any]:
         """(gradients with those of these rows, error for the chunk before, sums of the last chunk)."""
         entering = self._entering(params, rows, context)
@@ -169,11 +182,11 @@ class ChunkPrograms:
         if self.placed.samples:
             saved = _cut_to(jax.eval_shape(partial(self._forward, params), None, rows, context)[1], saved)
         if self.placed.heads:
-            gradient, error, sums = self._stage.loss_gradient(params, error, rows, context, self.scale)
-        passed = self._stage.resumed(params, entering, context, saved)
-        blocks, error = self._stage.blocks_backward(params, passed, error, total["blocks"])
+            gradient, error, sums = stage.loss_gradient(params, error, rows, context, self.scale)
+        passed = stage.resumed(params, entering, context, saved)
+        blocks, error = stage.blocks_backward(params, passed, error, total["blocks"])
         if self.placed.embeds:
-            gradient = added(gradient, self._stage.embedded(params, rows, context)[1](error)[0])
+            gradient = added(gradient, stage.embedded(params, rows, context)[1](error)[0])
         outside = added({name: part for name, part in total.items() if name != "blocks"}, gradient)
         return {**outside, "blocks": blocks}, None if self.placed.embeds else error, sums
 
@@ -217,11 +230,15 @@ class ChunkPrograms:
 
     @cached_property
     def _parameters(self) -> ParameterStorage:
-        of = self.execution
-        return ParameterStorage(layout=self.placed.layout, dtype=of.dtype, tied=of.tied, overlap=False)
+        of, overlap = self.execution, self.execution.overlap and self.placed.samples is None
+        return ParameterStorage(layout=self.placed.layout, dtype=of.dtype, tied=of.tied, overlap=overlap)
 
     @cached_property
     def _stage(self) -> OneStage:
+        return self._passes_of_stage(last=False)
+
+    def _passes_of_stage(self, *, last: bool) -> OneStage:
+        """The passes of the last micro-batch or of any other."""
         of, parameters = self.execution, self._parameters
         passes = Passes(
             parameters=parameters,
@@ -231,9 +248,7 @@ class ChunkPrograms:
             recompute=of.recompute,
             recompute_less=of.recompute,
         )
-        # ZeRO is off, so that loops need no partitions.
-        specs: Specs = {"blocks": {name: {} for name, _, _ in self.placed.layout.runs}}
-        stage = passes.one_stage(specs, first=False, last=False)
+        stage = passes.one_stage(self._specs, first=False, last=last)
         numbered = [
             replace(run, loop=replace(run.loop, first=self.placed.first + run.loop.first)) for run in stage.runs
         ]
@@ -256,8 +271,10 @@ class ChunkPrograms:
         """Of batch, key and micro-batch."""
         return self.placed.batch, WHOLE, WHOLE
 
-    def _specs(self, params: StoredParams) -> Any:
-        return self.placed.layout.specs(params)
+    @cached_property
+    def _specs(self) -> Specs:
+        """Partitions of stored parameters."""
+        return self.placed.layout.specs(self.stored)
 
     def _jitted(self, program: Callable[..., Any], **settings: Any) -> "jax.stages.Wrapped":
         return jax.jit(program, compiler_options=dict(self.options), **settings)

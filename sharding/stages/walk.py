@@ -62,7 +62,7 @@ class Walk:
             done = {one: self._forward(*one) for one in passes_of(table.forward, tick)}
             for at, micro_batch in in_two_turns(done, len(self.route.up)):
                 self._pass_up(at, micro_batch, done[at, micro_batch])
-            done = {one: self._backward(*one) for one in passes_of(table.backward, tick)}
+            done = {one: self._backward(*one, table.micro_batches) for one in passes_of(table.backward, tick)}
             for at, micro_batch in in_two_turns(done, len(self.route.up)):
                 self._pass_down(at, micro_batch, done[at, micro_batch])
 
@@ -89,14 +89,15 @@ class Walk:
         x = self.inputs.pop((at, micro_batch), None)
         return settled(self.route.programs[at].evaluate(self.params[at], x, *self._given(at, micro_batch)))
 
-    def _backward(self, at: int, micro_batch: int) -> Any:
+    def _backward(self, at: int, micro_batch: int, count: int) -> Any:
+        """The error for the chunk before.  Backward passes of a chunk take its `count` micro-batches in order."""
         if not self.route.chunks[at].here:
             return None
+        programs = self.route.programs[at]
+        backward = programs.last_backward if micro_batch == count - 1 else programs.backward
         saved, error = self.saved.pop((at, micro_batch)), self.errors.pop((at, micro_batch))
         self.totals[at], error, sums = settled(
-            self.route.programs[at].backward(
-                self.totals[at], self.params[at], saved, error, *self._given(at, micro_batch)
-            )
+            backward(self.totals[at], self.params[at], saved, error, *self._given(at, micro_batch))
         )
         if sums is not None:
             self.sums.append(sums)

@@ -1,6 +1,9 @@
 """Plans whose stages have devices, degrees and replicas of their own: loss, every gradient and their norm are
 those of one device, in float32."""
 
+import math
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -70,18 +73,19 @@ def check(actual, expected):
     assert norm == pytest.approx(sum(np.sum(leaf**2) for leaf in gradients.values()) ** 0.5, rel=1e-5)
 
 
-def executed(setup, plan):
+def executed(setup, plan, *, overlap=False):
     model, shape = setup.model, setup.config.model
     ends = {"shared": model.head_reads, "rules": model.partition_rules}
     layout = place_stages(plan, jax.devices(), shape.num_layers, alike=shape.alike, **ends)
     made = [execution(setup.config, model, chunk.layout, setup.tokenizer, train=True) for chunk in layout.chunks]
     shapes = jax.eval_shape(model.init, jax.random.key(0))
+    made = [replace(one, overlap=overlap, unroll=one.unroll and not overlap) for one in made]  # as on a GPU
     return StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=Rows(batch(setup, BATCH)))
 
 
-def check_plan(setup_of, name, plan):
+def check_plan(setup_of, name, plan, *, overlap=False):
     setup, params, *expected = one_device(setup_of, name)
-    execution = executed(setup, plan)
+    execution = executed(setup, plan, overlap=overlap)
     actual = found(execution, params, execution.rows)
     check(actual, expected)
     return actual
@@ -111,6 +115,52 @@ OFTEN = [name for name in BY_HAND if name not in ("interleaved", "samples by spe
 @pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, OFTEN))
 def test_by_hand(setup_of, name):
     check_plan(setup_of, *BY_HAND[name])
+
+
+OVERLAPPED = [
+    "tied, 3|1, uneven samples",
+    "samples by speed",
+    "tied, embedding and head of other degrees",
+    "interleaved",
+]
+
+
+@pytest.mark.parametrize("name", quick_and_exhaustive(OVERLAPPED, OVERLAPPED[:2]))
+def test_with_gradients_summed_in_the_last_backward_pass(setup_of, name):
+    check_plan(setup_of, *BY_HAND[name], overlap=True)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_where_gradients_are_summed(setup_of, overlap):
+    """With overlap the blocks' in the last micro-batch's backward pass, where each iteration of its loop sums those of
+    the layer before (the first has none and drops the result); otherwise all of them after it."""
+    plan = general([5], [4], [2] * 5, micro_batches=2)
+    execution = executed(setup_of("gpt-untied"), plan, overlap=overlap)
+    programs = execution.route.programs[0]
+    data = programs.placed.device_mesh.axes(2).data
+    rows = jax.eval_shape(lambda: execution.batches(execution.rows)[0])
+    given = rows, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
+    params, totals = jax.eval_shape(programs.begin, execution.stored[0])
+    y, saved = jax.eval_shape(programs.forward, params, None, *given)
+
+    def summed(program, *inputs):
+        """(numbers that data ranks sum in loops, and elsewhere)."""
+        inside = outside = 0
+        for one, within in equations(jax.make_jaxpr(program)(*inputs).jaxpr):
+            if one.primitive.name == "psum" and set(data) & set(one.params["axes"]):
+                repeated = math.prod(outer.params["length"] for outer in within if outer.primitive.name == "scan")
+                numbers = repeated * sum(var.aval.size for var in one.invars)
+                inside, outside = (inside + numbers, outside) if repeated > 1 else (inside, outside + numbers)
+        return inside, outside
+
+    blocks, others = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) // plan.devices
+        for tree in (totals["blocks"], {name: part for name, part in totals.items() if name != "blocks"})
+    )
+    inputs = totals, params, saved, y, *given
+    assert summed(programs.backward, *inputs) == (0, 0)
+    assert summed(programs.last_backward, *inputs) == ((blocks, blocks // BLOCKS) if overlap else (0, 0))
+    assert summed(programs.finish, totals) == ((0, others) if overlap else (0, blocks + others))
 
 
 def random_cases():
