@@ -3,7 +3,12 @@
 A perceptron of equal blocks with a small embedding and head is divided into as many stages as there are hosts.  T:
 seconds of the gradients of M micro-batches.  W: seconds of the same M micro-batches through the blocks of one stage,
 with embedding and head, without communication, on all hosts at the same time.  idle = 1 - W / T, which for 1F1B is
-(S-1) / (M+S-1) at best.  Quotas hold over a short period here (`netlab.quotas.SHORT_PERIOD`).
+(S-1) / (M+S-1) at best.
+
+What is not the schedule's is kept small.  Hosts that share a core leave a part of it unused, so that one runs no faster
+while the other waits, and quotas hold over a short period (`netlab.quotas.shortest_period`).  An exchange of x[b, d]
+takes processor time, which a GPU would not spend; passes grow with d^2 and messages with d, so wider blocks
+(`task.WIDTHS`) show less of it.
 """
 
 import itertools
@@ -15,8 +20,8 @@ from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.hybrid.models import ClassSubject, Subject
 from benchmarks.hybrid.steps import Traced, ready, traced
-from benchmarks.hybrid.task import CHUNKS, Task
-from benchmarks.netlab.quotas import SHORT_PERIOD
+from benchmarks.hybrid.task import CHUNKS, WIDTHS, Task
+from benchmarks.netlab.quotas import shortest_period
 from benchmarks.networks.mlp import MLP
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.sharding.mesh import make_device_mesh
@@ -28,10 +33,10 @@ BLOCKS = 2
 """Blocks of a stage."""
 
 
-def subject_of(blocks: int) -> ClassSubject:
+def subject_of(blocks: int, width: int = WIDTHS[0]) -> ClassSubject:
     """The perceptron with this number of blocks, whose hidden layers are four times as wide as what stages exchange, as
     in a transformer."""
-    network = MLP(inputs=32, width=512, hidden=2048, num_blocks=blocks, classes=32)
+    network = MLP(inputs=32, width=width, hidden=4 * width, num_blocks=blocks, classes=32)
     return ClassSubject(name="bubble", batch=256 * MICRO_BATCHES, network=network)
 
 
@@ -51,22 +56,21 @@ def plan_of(blocks: int, stages: int, schedule: Schedule) -> Plan:
     )
 
 
-def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
-    """A row for every schedule, and one for the work without communication."""
+def run_bubble(hosts: Hosts[Task], width: int) -> list[dict[str, Any]]:
+    """A row for every schedule, and one for the work without communication, of blocks of this width."""
     hosts.free()
     blocks = BLOCKS * hosts.count
     programs: dict[str, Traced] = {
-        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, name), jax.devices(), update=False)
+        name: traced(subject_of(blocks, width), plan_of(blocks, hosts.count, name), jax.devices(), update=False)
         for name in SCHEDULES
     }
-    steps = ready(hosts, programs) | {"alone": _alone(subject_of(BLOCKS))}
-    hosts.limit(None, SHORT_PERIOD)
-    hosts.say("bubble")
+    steps = ready(hosts, programs) | {"alone": _alone(subject_of(BLOCKS, width))}
+    cpu = hosts.task.cpu
+    hosts.limit(None, shortest_period(cpu))
+    hosts.say(f"bubble, width {width}")
+    shared = {"row": "bubble", "cpu": cpu, "width": width, "stages": hosts.count, "micro_batches": MICRO_BATCHES}
     samples = in_turn(hosts, steps, hosts.task.rounds)
-    return [
-        {"row": "bubble", "competitor": name, "stages": hosts.count, "micro_batches": MICRO_BATCHES, "samples_s": times}
-        for name, times in samples.items()
-    ]
+    return [shared | {"competitor": name, "samples_s": times} for name, times in samples.items()]
 
 
 def _alone(subject: Subject) -> Call:

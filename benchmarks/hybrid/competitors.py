@@ -18,7 +18,7 @@ from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, NEARBY, PLAN, SHORT, 
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import stages_run
-from jhpt.core.profile import ModelProfile
+from jhpt.core.profile import ModelProfile, Timing
 from jhpt.planner.cost.estimate import StageTimes, stage_layers, stage_times
 from jhpt.planner.cost.layers import strategy_of
 from jhpt.planner.cost.model import CostModel
@@ -54,60 +54,108 @@ class Variant:
         return Variant(rate=tree["bits_per_s"], name=tree["competitor"], plan=plan, predicted=tree["predicted_s"])
 
 
-def planned(
-    subject: Subject,
-    profile: ModelProfile,
-    links: Mapping[float, Link],
-    quota: Quota,
-    hosts: int,
-    general: tuple[ModelProfile, Dispatch] | None = None,
-) -> list[Variant]:
-    """Competitors at every rate, baselines with all plans that are tried.
-
-    Data parallelism in 16 bits has the plans of data parallelism.
-
-    Args:
-      profile: layers as one program runs them.
-      general: layers as stages with programs of their own run them, and the dispatch of these; None: no general plan
-        competes.
-    """
-    models = {rate: CostModel(profile, cluster_of(link, hosts)) for rate, link in links.items()}
-    first = next(iter(models.values()))
-    sweeps = swept(subject, first, lambda plan: [predicted_seconds(plan, model, quota) for model in models.values()])
-    variants = []
-    for rate, model in models.items():
-        prices = Prices(rate=rate, quota=quota, model=model)
-        if general is not None:
-            prices = replace(prices, general=CostModel(general[0], model.cluster), dispatch=general[1])
-        found = [prices.variant(name, plan) for name, plans in sweeps.items() for plan in plans]
-        short = replace(prices, model=CostModel(profile.model_copy(update={"bytes_per_weight": 2}), model.cluster))
-        found += [short.variant(SHORT, plan) for plan in sweeps[DATA_PARALLEL]]
-        spmd, apart = spmd_variants(subject, prices), general_variants(subject, prices) if general else []
-        candidates = tried([*spmd, *apart], PLAN, TRIALS)
-        near = nearby_variants(candidates, prices)
-        variants += [*found, *tried(spmd, SPMD, 1), *apart[:1], *candidates, *near]
-    return variants
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prices:
     """What plans take at one rate.
 
-    model: prices those of one program.  general, dispatch: those with a program for each stage; None: there are none.
+    model: prices those of one program.  pipeline: of these, such with several stages; None: `model` does.
+    general, dispatch: those with a program for each stage; None: there are none.
     """
 
     rate: float
     quota: Quota
     model: CostModel
+    pipeline: CostModel | None = None
     general: CostModel | None = None
     dispatch: Dispatch | None = None
 
+    def at(self, pace: float) -> "Prices":
+        """The same where layers take so many times as long."""
+        slower = [None if model is None else _at(pace, model) for model in (self.pipeline, self.general)]
+        return replace(self, model=_at(pace, self.model), pipeline=slower[0], general=slower[1])
+
     def variant(self, name: str, plan: Plan) -> Variant:
         """The variant of a plan."""
-        model, dispatch = (self.general, self.dispatch) if plan.space == "general" else (self.model, None)
-        assert model is not None
-        seconds = predicted_seconds(plan, model, self.quota, dispatch)
-        return Variant(rate=self.rate, name=name, plan=plan, predicted=seconds)
+        return Variant(rate=self.rate, name=name, plan=plan, predicted=self._seconds(name, plan))
+
+    def seconds(self, plan: Plan) -> float:
+        """Predicted seconds of a step."""
+        return self._seconds(PLAN, plan)
+
+    def _seconds(self, name: str, plan: Plan) -> float:
+        if plan.space == "general":
+            assert self.general is not None
+            return predicted_seconds(plan, self.general, self.quota, self.dispatch)
+        model = self.pipeline if self.pipeline is not None and len(plan.stages) > 1 else self.model
+        if name == SHORT:
+            profile = model.profile.model_copy(update={"bytes_per_weight": 2})
+            model = CostModel(profile, model.cluster, others=model.others)
+        return predicted_seconds(plan, model, self.quota)
+
+
+def _at(pace: float, model: CostModel) -> CostModel:
+    """The model of a machine on which layers take so many times as long."""
+
+    def slower(profile: ModelProfile) -> ModelProfile:
+        kinds = {
+            name: kind.model_copy(update={"timings": tuple(_slower(timing, pace) for timing in kind.timings)})
+            for name, kind in profile.kinds.items()
+        }
+        return profile.model_copy(update={"kinds": kinds, "update_seconds": pace * profile.update_seconds})
+
+    others = {rates: slower(profile) for rates, profile in model.others.items()}
+    return CostModel(slower(model.profile), model.cluster, others=others)
+
+
+def _slower(timing: Timing, pace: float) -> Timing:
+    passes = {way: tuple(pace * each for each in getattr(timing, way)) for way in ("forward", "backward")}
+    return timing.model_copy(update=passes)
+
+
+def prices_by_rate(
+    profile: ModelProfile,
+    links: Mapping[float, Link],
+    quota: Quota,
+    hosts: int,
+    general: tuple[ModelProfile, Dispatch] | None = None,
+    pipeline: ModelProfile | None = None,
+) -> dict[float, Prices]:
+    """Prices at every rate.
+
+    Args:
+      profile: layers as one program of one stage runs them.
+      pipeline: layers as the loops of pipelines of one program do; None: the same.
+      general: layers as stages with programs of their own run them, and the dispatch of these; None: no general plan
+        competes.
+    """
+    found = dict[float, Prices]()
+    for rate, link in links.items():
+        cluster = cluster_of(link, hosts)
+        prices = Prices(rate=rate, quota=quota, model=CostModel(profile, cluster))
+        if pipeline is not None:
+            prices = replace(prices, pipeline=CostModel(pipeline, cluster))
+        if general is not None:
+            prices = replace(prices, general=CostModel(general[0], cluster), dispatch=general[1])
+        found[rate] = prices
+    return found
+
+
+def planned(subject: Subject, by_rate: Mapping[float, Prices]) -> list[Variant]:
+    """Competitors at every rate, baselines with all plans that are tried.
+
+    Data parallelism in 16 bits has the plans of data parallelism.
+    """
+    first, *_ = by_rate.values()
+    sweeps = swept(subject, first.model, lambda plan: [prices.seconds(plan) for prices in by_rate.values()])
+    variants = []
+    for prices in by_rate.values():
+        found = [prices.variant(name, plan) for name, plans in sweeps.items() for plan in plans]
+        found += [prices.variant(SHORT, plan) for plan in sweeps[DATA_PARALLEL]]
+        spmd, apart = spmd_variants(subject, prices), general_variants(subject, prices) if prices.general else []
+        candidates = tried([*spmd, *apart], PLAN, TRIALS)
+        near = nearby_variants(candidates, prices)
+        variants += [*found, *tried(spmd, SPMD, 1), *apart[:1], *candidates, *near]
+    return variants
 
 
 def spmd_variants(subject: Subject, prices: Prices) -> list[Variant]:

@@ -5,6 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_rotation, in_turn, typical_seconds
 from benchmarks.hybrid.layer_times import (
+    LOOP,
+    LOOPED,
     LayerProgram,
     alone,
     calls_of,
@@ -49,6 +52,9 @@ ROTATION_S = 5.0
 ALONE_ROUNDS = 2
 """How often one host times its layers alone: only the sum of all of them counts."""
 
+PACE_ROUNDS = 3
+"""How often programs are timed to see how fast hosts compute at the moment."""
+
 EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
 """Exchanges of a sample of their processor time, and bytes of each: a micro-batch of a row of mlp or four of gpt."""
 
@@ -66,8 +72,28 @@ MEMORY = float(1 << 40)
 Rows = list[dict[str, Any]]
 
 
-def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], float]:
-    """(seconds of all programs of layers, of every host; how many times as fast the first host runs them alone).
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Some programs of layers, and the seconds that they took on this host when all layers were timed.
+
+    A machine that others share may compute 20 % faster or slower some minutes later (docs/reports/hybrid.md).
+    """
+
+    calls: Mapping[str, Call]
+    seconds: Mapping[str, float]
+
+    def now(self, hosts: Hosts[Task]) -> float:
+        """What they take now over what they took then, the geometric mean over programs and hosts.  It lifts the limit
+        of links."""
+        hosts.limit(None)
+        found = typical_seconds(self.calls, PACE_ROUNDS)
+        mine = statistics.geometric_mean(found[name] / self.seconds[name] for name in self.calls)
+        return statistics.geometric_mean(hosts.everyone(mine))
+
+
+def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], float, Pace]:
+    """(seconds of all programs of layers, of every host; how many times as fast the first host runs them alone; some
+    of these programs, with which to see later how fast the hosts compute then).
 
     All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.  Then
     the first host times all of them again while the others wait.
@@ -76,10 +102,18 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[st
     calls = _calls(hosts, subject)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
-    together = hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
-    alone = typical_seconds(calls, ALONE_ROUNDS) if hosts.rank == 0 else {}
+    mine = typical_seconds(calls, hosts.task.layer_rounds)
+    together = hosts.everyone(_of_layers(mine))
+    alone = _of_layers(typical_seconds(calls, ALONE_ROUNDS)) if hosts.rank == 0 else {}
     alone = hosts.everyone(alone)[0]
-    return together, max(1.0, sum(together[0].values()) / sum(alone.values()))
+    usual = f"|1|{batches(subject, 1, hosts.count)[-2]} "
+    pace = Pace(calls={name: call for name, call in calls.items() if usual in name and LOOP not in name}, seconds=mine)
+    return together, max(1.0, sum(together[0].values()) / sum(alone.values())), pace
+
+
+def _of_layers(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of programs -> of their layers."""
+    return {name: each / (LOOPED if LOOP in name else 1) for name, each in seconds.items()}
 
 
 def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, float]]:
@@ -93,7 +127,9 @@ def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, 
     hosts.free()
     here = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("all",)), PartitionSpec())
     groups = [{"update": _update(subject)}] if hosts.rank == 0 else []
-    for (tensor, batch), its in list(_programs(subject, hosts.count, here).items())[hosts.rank :: hosts.count]:
+    for (tensor, batch), its in list(_programs(subject, hosts.count, here, loops=False).items())[
+        hosts.rank :: hosts.count
+    ]:
         of_layers = calls_of(its, {name: one.lower().compile() for name, one in its.items()})
         groups.append({_named(name, tensor, batch): call for name, call in of_layers.items()})
     hosts.say(f"{subject.name}: {sum(map(len, groups))} programs of layers in rotation")
@@ -106,13 +142,16 @@ def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, 
     return [{name: one["pace"] * s for name, s in seconds.items()} for one in everyone]
 
 
-def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tuple[ModelProfile, Rows]:
+def profile_of(
+    subject: Subject, by_host: Sequence[Mapping[str, float]], *, loops: bool = False
+) -> tuple[ModelProfile, Rows]:
     """(the subject's profile with the seconds of its layers, these seconds as rows).
 
     The slowest host counts, for which the others wait.
 
     Args:
       by_host: of each of some hosts that are alike, the seconds of all programs (`measured_seconds`).
+      loops: whether the blocks' seconds are those in a loop.
     """
     profile = subject.profile()
     everything = slowest(by_host)
@@ -125,7 +164,9 @@ def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tupl
             both = everything[f"{stem}both"] if backward is None else forward + backward
             seconds[kind, int(tensor), int(batch)] = forward, both
     measured = timings(seconds)
-    kinds = {name: kind.model_copy(update={"timings": measured[name]}) for name, kind in profile.kinds.items()}
+    looped = {name: measured[f"{name}{LOOP}"] for name in measured if loops and f"{name}{LOOP}" in measured}
+    of_kind = measured | looped
+    kinds = {name: kind.model_copy(update={"timings": of_kind[name]}) for name, kind in profile.kinds.items()}
     changes = {
         "kinds": kinds,
         "update_seconds": everything["update"] / profile.parameters,
@@ -155,7 +196,7 @@ def paces_of(by_host: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Call]:
     """Every program of a layer, compiled by one host for all, and the update."""
     everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec())
-    groups = _programs(subject, hosts.count, everywhere)
+    groups = _programs(subject, hosts.count, everywhere, loops=subject.piped)
     compiled = hosts.compiled(
         {f"{group}{name}": one.lower for group, its in groups.items() for name, one in its.items()}
     )
@@ -173,8 +214,10 @@ def _named(name: str, tensor: int, batch: int) -> str:
     return f"{kind}|{tensor}|{batch} {passes}"
 
 
-def _programs(subject: Subject, hosts: int, place: NamedSharding) -> dict[tuple[int, int], dict[str, LayerProgram]]:
-    """Programs of layers by tensor degree and number of rows."""
+def _programs(
+    subject: Subject, hosts: int, place: NamedSharding, *, loops: bool
+) -> dict[tuple[int, int], dict[str, LayerProgram]]:
+    """Programs of layers by tensor degree and number of rows.  loops: also of loops of blocks."""
     shapes, profile = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile()
     groups = {}
     for tensor in (t for t in (1, 2, 4, 8) if t <= hosts):
@@ -182,7 +225,7 @@ def _programs(subject: Subject, hosts: int, place: NamedSharding) -> dict[tuple[
         kinds = {kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0}
         for batch in batches(subject, tensor, hosts):
             rows = subject.rows(batch)
-            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place)
+            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place, loops)
     return groups
 
 

@@ -8,9 +8,11 @@
 The head's forward pass ends in the loss.  One rank of a tensor axis runs on its shard and uses its part in place of the
 other ranks' (`alone`), so that only communication is left out.
 
-They are timed in rows of the same call, as the loops of one program run them, and in rotation, as stages with programs
-of their own do (`benchmarks.emulated.timing`).  This is simpler than `jhpt.measure.profile` and works for any network.
-It does not see what XLA fuses across layers, nor what a loop copies in and out of the stacks of its layers.
+They are timed in rows of the same call, as one program runs them, and in rotation, as stages with programs of their own
+do (`benchmarks.emulated.timing`).  Pipelines of one program run their blocks in loops, which read parameters from a
+stack and copy saved activations into and out of one: with `loops`, blocks are timed in a loop of `LOOPED`, too.
+
+This is simpler than `jhpt.measure.profile` and works for any network.  It does not see what XLA fuses across layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -26,10 +28,18 @@ from benchmarks.emulated.timing import Call
 from jhpt.core.axes import TENSOR
 from jhpt.core.profile import Timing
 from jhpt.models.hooks import Hooks
+from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.layer_vjp import Saved, split_layer
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.model_parts import ModelParts, picked
 from jhpt.sharding.partition import parameter_spec, path_name
+from jhpt.sharding.sample_chunks import streaming
+
+LOOPED = 2
+"""Blocks of a loop that is timed, as many as a stage of these models often has."""
+
+LOOP = " looped"
+"""What the name of a kind of block ends with whose seconds are those in a loop."""
 
 
 def alone(shards: int) -> Hooks:
@@ -69,7 +79,13 @@ def calls_of(programs: Mapping[str, LayerProgram], compiled: Mapping[str, Any]) 
 
 
 def layer_programs(
-    parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str], place: NamedSharding
+    parts: ModelParts,
+    params: Any,
+    rows: Any,
+    kinds: Sequence[str],
+    wanted: Set[str],
+    place: NamedSharding,
+    loops: bool = False,
 ) -> dict[str, LayerProgram]:
     """`{"KIND forward": program, "KIND both": program}` for every kind of layer.
 
@@ -78,6 +94,7 @@ def layer_programs(
       kinds: of the embedding, every block and the head, in the order of the forward pass.
       wanted: kinds to time; of several layers of a kind the first is timed.
       place: where a program runs: the same on every device, each of which belongs to another host.
+      loops: whether there are loops of `LOOPED` blocks, too, as `KIND looped`.
     """
     batch = len(jax.tree.leaves(rows)[0])
     context = parts.context(rows, jax.random.split(jax.random.key(0), batch))
@@ -116,6 +133,8 @@ def layer_programs(
             programs[f"{kind} forward"] = _program(place, split.forward, (layer, x, at))
             saved_before = _Result(shapes=saved, of=lambda calls: calls[f"{kind} forward"]()[1])
             programs[f"{kind} backward"] = _accumulating(place, backward, layer, (_like(y), layer, at), saved_before)
+            if loops:
+                programs.update(_looped(f"{kind}{LOOP}", parts, layer, x, context, place))
         return jax.eval_shape(parts.block, layer, x, at)
 
     shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, context), None)
@@ -124,6 +143,39 @@ def layer_programs(
     loss = lambda params, x, rows, context: parts.head_loss(params, x, rows, context).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, context), 1)
     return programs
+
+
+def _looped(
+    name: str, parts: ModelParts, layer: Any, x: jax.Array, context: Any, place: NamedSharding
+) -> dict[str, LayerProgram]:
+    """Programs of a loop of `LOOPED` blocks like this one."""
+
+    def add(gradient: Any, total: Any, beside: Any) -> Any:
+        return jax.tree.map(jnp.add, total, gradient)
+
+    loop = LayerLoop(
+        stream=streaming(parts, 1, in_turn=False),
+        first=0,
+        count=LOOPED,
+        unroll=False,
+        fetch=lambda layer: layer,
+        finish=add,
+    )
+    layers = jax.tree.map(lambda leaf: jnp.stack([leaf] * LOOPED), layer)
+
+    def forward(layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Any]:
+        y, passed = loop.forward(layers, x, context)
+        return y, passed.saved
+
+    def backward(total: Any, saved: Any, error: jax.Array, layers: Any, context: Any) -> Any:
+        return loop.backward(layers, loop.resumed(layers, error, context, saved), error, total)
+
+    y, saved = jax.eval_shape(forward, layers, x, context)
+    saved_before = _Result(shapes=saved, of=lambda calls: calls[f"{name} forward"]()[1])
+    return {
+        f"{name} forward": _program(place, forward, (layers, x, context)),
+        f"{name} backward": _accumulating(place, backward, layers, (_like(y), layers, context), saved_before),
+    }
 
 
 def timings(seconds: Mapping[tuple[str, int, int], tuple[float, float]]) -> dict[str, tuple[Timing, ...]]:

@@ -24,43 +24,50 @@ from jhpt.planner.cost.model import CostModel
 
 
 def profiles_by_share(
-    subject: Subject, by_host: Sequence[dict[str, float]], shares: Sequence[float]
+    subject: Subject, by_host: Sequence[dict[str, float]], shares: Sequence[float], *, loops: bool = False
 ) -> tuple[dict[float, ModelProfile], Rows]:
-    """(the profile of the hosts with each share of the quota, the seconds of their layers as rows)."""
+    """(the profile of the hosts with each share of the quota, the seconds of their layers as rows).
+
+    loops: as of `profile_of`.
+    """
     profiles, rows = dict[float, ModelProfile](), Rows()
     for share in dict.fromkeys(shares):
         same = [seconds for seconds, its in zip(by_host, shares, strict=True) if its == share]
-        profile, layers = profile_of(subject, same)
+        profile, layers = profile_of(subject, same, loops=loops)
         profiles[share] = profile.model_copy(update={"device": kind_name(share)})
         rows += [{**row, "share": share} for row in layers]
     return profiles, rows
 
 
-def planned_by_speed(
-    subject: Subject,
-    profiles: tuple[dict[float, ModelProfile], dict[float, ModelProfile]],
+def prices_by_speed(
+    profiles: tuple[dict[float, ModelProfile], dict[float, ModelProfile], dict[float, ModelProfile]],
     link: Link,
     rate: float,
     quota: Quota,
     dispatch: Dispatch,
-) -> list[Variant]:
-    """The competitors at one rate, the plan by speed and what is near it last.
+) -> Prices:
+    """Prices at one rate.
 
-    profiles: by share, of layers as one program runs them, and as programs of stages do.
+    profiles: by share, of layers as one program of one stage runs them, as loops of a pipeline do, and as programs of
+      stages do.
     """
     shares = quota.shares
     assert shares is not None
     cluster = cluster_of(link, len(shares), shares)
     rates = {node.device.name: node.device.rates for node in cluster.nodes}
     first, *rest = dict.fromkeys(shares)
-    model, general = (
+    model, pipeline, general = (
         CostModel(its[first], cluster, others={rates[kind_name(share)]: its[share] for share in rest})
         for its in profiles
     )
-    prices = Prices(rate=rate, quota=quota, model=model, general=general, dispatch=dispatch)
+    return Prices(rate=rate, quota=quota, model=model, pipeline=pipeline, general=general, dispatch=dispatch)
+
+
+def planned_by_speed(subject: Subject, prices: Prices) -> list[Variant]:
+    """The competitors at one rate, the plan by speed and what is near it last."""
     variants = [
         one
-        for name, plans in equal_splits(subject, model).items()
+        for name, plans in equal_splits(subject, prices.model).items()
         for one in sorted((prices.variant(name, plan) for plan in plans), key=lambda variant: variant.predicted)[
             : TRIALS if name == ANY_GRID else 1
         ]

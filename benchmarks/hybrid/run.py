@@ -57,6 +57,7 @@ from benchmarks.hybrid.task import (
     SAMPLES,
     SHORT,
     SPMD,
+    WIDTHS,
     Task,
     run_key,
 )
@@ -90,6 +91,10 @@ MIXED_CPU, SHARES = 0.6, (1.0, 1.0, 0.5, 0.5)
 """Cores of the faster of these hosts, and what each host has of them."""
 
 MIXED_PLACE = "4 emulated hosts of 0.6, 0.6, 0.3 and 0.3 cores"
+
+BUBBLE_CPU = 0.3
+"""Cores of the hosts on which bubbles are measured: two of them leave 0.4 of the core that they share.  With 0.5 each,
+a host computed faster while the other waited, and 1f1b seemed to idle less than it can (docs/reports/hybrid.md)."""
 
 BUBBLE, MIXED_HOSTS = "bubble", "mixed"
 PARTS = (BUBBLE, *MODELS, MIXED_HOSTS)
@@ -267,13 +272,21 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     None is given for zb-h1: (S-1) / (3 M + S-1) would need all gradients of weights to wait, and its memory holds
     the operands of some.
     """
-    bubbles = grouped((row for row in rows if row["row"] == "bubble"), lambda row: row["competitor"])
-    if not bubbles:
-        return {}
+    by_width = grouped((row for row in rows if row["row"] == "bubble"), lambda row: row.get("width", WIDTHS[0]))
+    made: dict[str, Claim] = {}
+    for width, of_width in by_width.items():
+        suffix, setup = ("", "") if width == WIDTHS[0] else (f"_width_{width}", f", blocks of width {width}")
+        made |= _idle_shares(grouped(of_width, lambda row: row["competitor"]), suffix, setup)
+    return made
+
+
+def _idle_shares(bubbles: Mapping[str, Sequence[Mapping[str, Any]]], suffix: str, blocks: str) -> dict[str, Claim]:
+    """Claims of one width.  bubbles: rows by competitor.  suffix, blocks: what names and set-ups say of the width."""
     stages, pieces = bubbles["1f1b"][0]["stages"], bubbles["1f1b"][0]["micro_batches"]
+    place = f"{stages} emulated hosts of {bubbles['1f1b'][0].get('cpu', CPU):g} cores"
     steps = {name: [seconds for row in launches for seconds in row["samples_s"]] for name, launches in bubbles.items()}
-    setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
-    idle = {
+    setup = f"{stages} stages, {pieces} micro-batches, links without a limit{blocks}, {place}"
+    idle: dict[str, float] = {
         name: statistics.median(1 - work / step for work, step in zip(steps["alone"], steps[name], strict=True))
         for name in ("1f1b", "zb-h1", "eager-1f1b", "interleaved")
         if name in steps
@@ -282,7 +295,7 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
         if name in steps:
             idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
     return {
-        f"bubble_{name.replace('-', '_')}": Claim(value=share, unit="idle share of a step", setup=setup)
+        f"bubble_{name.replace('-', '_')}{suffix}": Claim(value=share, unit="idle share of a step", setup=setup)
         for name, share in idle.items()
     }
 
@@ -361,14 +374,15 @@ def measure(
         Task,
         models=tuple(models),
         rates=tuple(rates),
-        rounds=4 if quick else 8,
+        rounds=4 if quick else 12 if bubble else 8,
         trial_rounds=3 if quick else TRIAL_ROUNDS,
         layer_rounds=3 if quick else 5,
         link_rounds=3 if quick else 5,
-        bubble=bubble,
+        bubbles=(WIDTHS[:1] if quick else WIDTHS) if bubble else (),
         general=mixed or not quick,
     )
-    cpu, shares = (MIXED_CPU, SHARES) if mixed else (CPU, None)
+    alone = BUBBLE_CPU if bubble and not models else CPU
+    cpu, shares = (MIXED_CPU, SHARES) if mixed else (alone, None)
     return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 

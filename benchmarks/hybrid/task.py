@@ -11,6 +11,9 @@ MODELS = ("vgg", "mlp", "gpt", "bert", "gpt2-like", "bert-like")
 CHUNKS = 2
 """Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
+WIDTHS = (512, 1024)
+"""Widths of the perceptrons whose bubbles are measured (`benchmarks.hybrid.bubble`)."""
+
 DATA_PARALLEL, AGAIN, SHORT = "data parallel", "data parallel again", "data parallel 16 bits"
 GPIPE, GRID, ONE_HOST = "gpipe", "3-D grid", "one host"
 """Baselines, as competitors (`benchmarks.hybrid.run`)."""
@@ -45,8 +48,8 @@ class Task(Launch):
     rates: bits per second.
     rounds: how often a step is timed.  trial_rounds: how often that of each candidate is, before the rounds.
     layer_rounds, link_rounds: how often a layer, a message is.
-    bubble: whether the bubble of a pipeline is measured too.  general: whether general plans compete, for which
-    dispatch is measured.
+    bubbles: widths of perceptrons of which the bubbles of pipelines are measured too.  general: whether general plans
+    compete, for which dispatch is measured.
     """
 
     models: tuple[str, ...]
@@ -55,5 +58,5 @@ class Task(Launch):
     trial_rounds: int
     layer_rounds: int
     link_rounds: int
-    bubble: bool
+    bubbles: tuple[int, ...] = ()
     general: bool = False

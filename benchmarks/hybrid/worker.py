@@ -7,11 +7,13 @@ For each model, all hosts measure or compute:
     plans      made from both
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
     nearby     the planner's plan and those near it, in turn: it keeps the fastest
+    pace       some layers again, before and after the steps: their prediction is for what the machine did meanwhile
     steps      of what is kept, in turn at every rate
 
 While programs are compiled, quotas are lifted.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,8 +25,9 @@ from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_turn, trial
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
-from benchmarks.hybrid.competitors import Variant, planned
+from benchmarks.hybrid.competitors import Prices, Variant, planned, prices_by_rate
 from benchmarks.hybrid.costs import (
+    Pace,
     measured_exchange,
     measured_links,
     measured_quota,
@@ -34,7 +37,7 @@ from benchmarks.hybrid.costs import (
     seconds_in_rotation,
 )
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
-from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
+from benchmarks.hybrid.mixed import planned_by_speed, prices_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
@@ -57,7 +60,11 @@ def run_model(
     hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota, dispatch: Dispatch | None
 ) -> Rows:
     """Rows of one model: of its layers, of candidates that were tried, and of every competitor at every rate."""
-    mine, rows = _planned(hosts, subject, links, quota, dispatch)
+    prices, pace, rows = _priced(hosts, subject, links, quota, dispatch)
+    if quota.shares:
+        mine = [variant for each in prices.values() for variant in planned_by_speed(subject, each)]
+    else:
+        mine = planned(subject, prices)
     # Every host has measured the links a little differently, so all use the plans of host 0.
     variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
     name = f"{subject.name} on mixed hosts" if quota.shares else subject.name
@@ -71,36 +78,46 @@ def run_model(
     wanted = [one for rate, here in by_rate.items() for one in (*with_repeats(kept[rate], here), *near[rate])]
     steps |= _compiled(hosts, subject, [one for one in wanted if one.key not in steps], quota)
     for rate, here in by_rate.items():
-        hosts.limit(rate)
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
+        before = pace.now(hosts)
+        hosts.limit(rate)
         closest, tried = fastest_nearby(hosts, near[rate], steps)
         rows += [{"row": "nearby", "model": name, **row} for row in tried]
         entries = [closest if one.name in PLANNED else one for one in kept[rate]]
         competitors = {variant.name: variant for variant in with_repeats(entries, here)}
         entered = {one: steps[variant.key] for one, variant in competitors.items()}
         samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
+        after = pace.now(hosts)
+        rows.append({"row": "pace", "model": name, "bits_per_s": rate, "before": before, "after": after})
+        meanwhile = prices[rate].at(math.sqrt(before * after))
         rows += [
-            {"row": "step", "model": name, **variant.to_json(), "samples_s": samples[one]}
+            {
+                "row": "step",
+                "model": name,
+                **meanwhile.variant(one, variant.plan).to_json(),
+                "planned_s": variant.predicted,
+                "samples_s": samples[one],
+            }
             for one, variant in competitors.items()
         ]
     return rows
 
 
-def _planned(
+def _priced(
     hosts: Hosts[Task], subject: Subject, links: Mapping[float, Link], quota: Quota, dispatch: Dispatch | None
-) -> tuple[list[Variant], Rows]:
-    """(this host's plans of all competitors, rows of layers)."""
-    by_host, alone = measured_seconds(hosts, subject)
+) -> tuple[dict[float, Prices], Pace, Rows]:
+    """(this host's prices at every rate, how fast hosts computed when layers were timed, rows of layers)."""
+    by_host, alone, pace = measured_seconds(hosts, subject)
     of_stages = seconds_in_rotation(hosts, subject) if dispatch is not None else None
     quota = replace(quota, alone=alone)
     if quota.shares:
         assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"
         profiles, rows = profiles_by_share(subject, by_host, quota.shares)
+        looped, _ = profiles_by_share(subject, by_host, quota.shares, loops=True)
         apart, more = profiles_by_share(subject, of_stages, quota.shares)
         rows += [*_in_rotation(more), {"row": "paces", "model": subject.name, "alone": alone}]
-        both = profiles, apart
-        by_rate = (planned_by_speed(subject, both, link, rate, quota, dispatch) for rate, link in links.items())
-        return [one for variants in by_rate for one in variants], rows
+        kinds = profiles, looped, apart
+        return {rate: prices_by_speed(kinds, link, rate, quota, dispatch) for rate, link in links.items()}, pace, rows
     profile, rows = profile_of(subject, by_host)
     quota = replace(quota, paces=paces_of(by_host))
     rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
@@ -110,7 +127,8 @@ def _planned(
         passes, more = profile_of(subject, of_stages)
         rows += _in_rotation(more)
         general = passes, dispatch
-    return planned(subject, profile, links, quota, hosts.count, general), rows
+    pipeline, _ = profile_of(subject, by_host, loops=True)
+    return prices_by_rate(profile, links, quota, hosts.count, general, pipeline), pace, rows
 
 
 def _in_rotation(rows: Rows) -> Rows:
@@ -210,7 +228,7 @@ def placed(plan: Plan, quota: Quota) -> list[jax.Device]:
 
 def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     """All rows of a task."""
-    rows = run_bubble(hosts) if hosts.task.bubble else []
+    rows = [row for width in hosts.task.bubbles for row in run_bubble(hosts, width)]
     links = measured_links(hosts) if hosts.task.models else {}
     for rate, link in links.items():
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})

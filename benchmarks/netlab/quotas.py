@@ -12,10 +12,6 @@ from jhpt.core.errors import InputError
 QUOTA_PERIOD = 10_000
 """Microseconds over which a CPU quota holds.  Within a period a host uses up its quota and then stands still."""
 
-SHORT_PERIOD = 2_000
-"""For measurements of idle time: how long a host stands still then hardly depends on when in a period it was asked.
-More switches leave hosts less of their quota, so other seconds are not taken with it."""
-
 MIN_QUOTA = 1_000
 """Microseconds, the kernel's minimum (Documentation/scheduler/sched-bwc.rst)."""
 
@@ -104,6 +100,15 @@ def cores() -> float:
     """Cores that this process may use: those that it may run on, or fewer by the quota of a container or service."""
     controller, processors = here(), len(os.sched_getaffinity(0))
     return min(processors, controller.cores(Path("/proc/self/cgroup").read_text())) if controller else processors
+
+
+def shortest_period(cpu: float) -> int:
+    """Microseconds of the shortest period of a quota of `cpu` cores, down to which the kernel goes.
+
+    For measurements of idle time: how long a host stands still then hardly depends on when in a period it was asked.
+    More switches leave hosts less of their quota, so other seconds are not taken with it.
+    """
+    return math.ceil(MIN_QUOTA / cpu)
 
 
 def check_cpu(cpu: float) -> None:

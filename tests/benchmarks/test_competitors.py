@@ -21,7 +21,7 @@ from benchmarks.emulated import timing
 from benchmarks.emulated.timing import in_turn, orders, trial, typical_seconds
 from benchmarks.hybrid import costs, worker
 from benchmarks.hybrid.baselines import equal_splits
-from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
+from benchmarks.hybrid.competitors import planned, predicted_seconds, prices_by_rate, request_of
 from benchmarks.hybrid.costs import cluster_of, measured_seconds, no_faster, paces_of, profile_of
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.steps import on_one_host
@@ -90,7 +90,7 @@ def test_baselines_are_tried_with_several_plans(name):
     """Plans by hand, every number of micro-batches of the sweep, whatever is predicted, the same at every rate."""
     subject = SUBJECTS[name]()
     profile = slow_starting(subject.profile())
-    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS))
     data_parallel = {one_stage(subject, m) for m in (1, 2, 4)}
     gpipe = {equal_stages(subject, m) for m in (4, 8, 16, 32)} if subject.piped else set()
     for rate in RATES:
@@ -111,7 +111,7 @@ def test_a_plan_that_is_a_baseline_is_the_same_program():
     """What the planner calls data parallel and GPipe is among what is tried, under the same key."""
     subject = SUBJECTS["mlp"]()
     profile = slow_starting(subject.profile())
-    tried = {one.key for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
+    tried = {one.key for one in planned(subject, prices_by_rate(profile, {5e8: link(5e8)}, QUOTA, HOSTS))}
     found = {
         one.name: one.plan for one in baselines(request_of(subject), CostModel(profile, cluster_of(link(5e8), HOSTS)))
     }
@@ -126,7 +126,7 @@ def test_grids_are_the_best_of_their_shape(name):
     profile = slow_starting(subject.profile())
     models = [CostModel(profile, cluster_of(link(rate), HOSTS)) for rate in RATES]
     score = lambda plan: math.prod(predicted_seconds(plan, model, QUOTA) for model in models)  # noqa: E731
-    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS))
     for taken in {one.plan for one in variants if one.name == "3-D grid"}:
         like = [
             plan
@@ -139,7 +139,7 @@ def test_grids_are_the_best_of_their_shape(name):
 def test_numbers_of_16_bits_take_half_as_long_to_send():
     subject = SUBJECTS["gpt2-like"]()
     profile = timed(subject.profile())
-    variants = planned(subject, profile, {1e8: link(1e8)}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(profile, {1e8: link(1e8)}, QUOTA, HOSTS))
     found = {one.name: one for one in variants if one.plan.micro_batches == 1}
     whole, short = found["data parallel"], found["data parallel 16 bits"]
     sent = 2 * (HOSTS - 1) / HOSTS * 4 * profile.parameters / (1e8 / 8)
@@ -151,7 +151,7 @@ def test_one_host_needs_no_link():
     """Its step takes what its layers take, however slow links are."""
     subject = SUBJECTS["bert"]()
     profile = slow_starting(subject.profile())
-    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS))
     for count in (1, 4):
         found = [one for one in variants if one.name == "one host" and one.plan.micro_batches == count]
         model = CostModel(profile, cluster_of(link(RATES[0]), HOSTS))
@@ -270,7 +270,7 @@ def test_a_trial_keeps_the_fastest_candidate_of_every_competitor(clock, monkeypa
 def test_data_parallelism_is_repeated_as_the_trial_left_it(clock):
     """With the number of micro-batches that was the fastest, also in 16 bits."""
     subject = SUBJECTS["mlp"]()
-    variants = planned(subject, timed(subject.profile()), {5e8: link(5e8)}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(timed(subject.profile()), {5e8: link(5e8)}, QUOTA, HOSTS))
     seconds = {1: 3.0, 2: 1.0, 4: 2.0}
     steps = {one.key: clock(seconds.get(one.plan.micro_batches, 5.0)) for one in variants if "16" not in one.name}
     kept, rows = worker.fastest(Two(1.0, SimpleNamespace(trial_rounds=3)), variants, steps)
@@ -287,7 +287,7 @@ def test_data_parallelism_is_repeated_as_the_trial_left_it(clock):
 def test_the_plan_is_tried_with_half_and_twice_as_many_micro_batches(clock):
     """Those near the candidate that a first trial has found to be the fastest, in turn with it."""
     subject = SUBJECTS["mlp"]()
-    variants = planned(subject, timed(subject.profile()), {1e8: link(1e8)}, QUOTA, HOSTS)
+    variants = planned(subject, prices_by_rate(timed(subject.profile()), {1e8: link(1e8)}, QUOTA, HOSTS))
     candidates = [one for one in variants if one.name == PLAN]
     best = next(one for one in candidates if len(one.plan.stages) > 1)
     count = best.plan.micro_batches
@@ -355,13 +355,21 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower, alone_s
     monkeypatch.setattr(costs, "_calls", lambda *_: {})
     took = iter([seconds, {name: alone_s * each for name, each in seconds.items()}])
     monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(next(took)))
-    by_host, alone = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    by_host, alone, _ = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
     assert alone == pytest.approx(gain)
     profile, rows = profile_of(subject, by_host)
     most = max(1.0, slower)
     assert {row["forward_s"] for row in rows} == {most} and {row["both_s"] for row in rows} == {2 * most}
     assert profile.update_seconds * profile.parameters == pytest.approx(most)
     assert paces_of(by_host) == pytest.approx((1.0 / most, slower / most))
+
+
+def test_the_pace_of_a_machine_is_that_of_some_layers_now(monkeypatch):
+    """The geometric mean over programs, here of 2 and 0.5, and over hosts, here of 1 and 4."""
+    took = {"first|1|8 forward": 1.0, "block|1|8 forward": 4.0, "block|1|2 forward": 7.0}
+    calls = {name: (lambda: None) for name in list(took)[:2]}
+    monkeypatch.setattr(costs, "typical_seconds", lambda calls, _: dict(zip(calls, (2.0, 2.0), strict=True)))
+    assert costs.Pace(calls=calls, seconds=took).now(Two(4.0)) == pytest.approx(2.0)
 
 
 def test_the_pace_of_a_host_is_the_mean_over_its_programs():
@@ -462,9 +470,9 @@ def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():
     """Not by the planner's price alone, and never one that hosts cannot run."""
     subject = SUBJECTS["bert"]()
     profile = slow_starting(subject.profile())
-    found = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
+    found = {one.name: one for one in planned(subject, prices_by_rate(profile, {5e8: link(5e8)}, QUOTA, HOSTS))}
     slow = replace(QUOTA, exchange=1.0)
-    others = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, slow, HOSTS)}
+    others = {one.name: one for one in planned(subject, prices_by_rate(profile, {5e8: link(5e8)}, slow, HOSTS))}
     assert len(others["spmd"].plan.stages) == 1, "where an exchange takes a second nobody runs a pipeline"
     assert others["gpipe"].predicted > 2 * found["gpipe"].predicted
     assert others["data parallel"].predicted == found["data parallel"].predicted
@@ -474,7 +482,7 @@ def test_the_plan_and_its_messages_are_predicted():
     """A step of one stage takes its price and the latency of the sums that nothing else counts."""
     subject = SUBJECTS["mlp"]()
     profile, there = slow_starting(subject.profile()), link(5e8)
-    found = {one.name: one for one in planned(subject, profile, {5e8: there}, QUOTA, HOSTS)}
+    found = {one.name: one for one in planned(subject, prices_by_rate(profile, {5e8: there}, QUOTA, HOSTS))}
     plan = found["data parallel"].plan
     seconds = price(plan, CostModel(profile, cluster_of(there, HOSTS))).seconds
     assert found["data parallel"].predicted == pytest.approx(seconds + 2 * (HOSTS - 1) * there.latency)

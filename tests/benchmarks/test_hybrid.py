@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
@@ -16,7 +16,7 @@ from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid import text
 from benchmarks.hybrid.baselines import swept
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of, unpriced_messages
+from benchmarks.hybrid.competitors import planned, predicted_seconds, prices_by_rate, request_of, unpriced_messages
 from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange
 from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
@@ -85,6 +85,18 @@ ROWS = [
     {"row": "bubble", "competitor": "eager-1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.25, 1.25]},
     {"row": "bubble", "competitor": "interleaved", "stages": 4, "micro_batches": 8, "samples_s": [1.0, 1.0]},
     {"row": "bubble", "competitor": "alone", "stages": 4, "micro_batches": 8, "samples_s": [0.8, 0.8]},
+    *(
+        {
+            "row": "bubble",
+            "cpu": 0.3,
+            "width": 1024,
+            "competitor": name,
+            "stages": 4,
+            "micro_batches": 8,
+            "samples_s": [s],
+        }
+        for name, s in (("1f1b", 4.0), ("interleaved", 3.6), ("alone", 3.0))
+    ),
 ]
 
 
@@ -218,6 +230,12 @@ def test_idle_shares():
     assert "bubble_zb_h1_ideal" not in claims
     assert claims["bubble_interleaved"].value == pytest.approx(0.2)
     assert claims["bubble_interleaved_ideal"].value == pytest.approx(3 / 19)
+    assert claims["bubble_1f1b_width_1024"].value == pytest.approx(0.25)
+    assert claims["bubble_interleaved_width_1024"].value == pytest.approx(1 - 3.0 / 3.6)
+    assert claims["bubble_interleaved_ideal_width_1024"].value == pytest.approx(3 / 19)
+    assert "bubble_zb_h1_width_1024" not in claims
+    assert claims["bubble_1f1b"].setup.endswith("links without a limit, 4 emulated hosts of 0.5 cores")
+    assert claims["bubble_1f1b_width_1024"].setup.endswith("blocks of width 1024, 4 emulated hosts of 0.3 cores")
 
 
 def test_claims_that_were_not_measured_are_absent():
@@ -229,7 +247,9 @@ def test_claims_that_were_not_measured_are_absent():
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, "interleaved")) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
     subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = next(one.plan for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4) if one.name == "spmd")
+    plan = next(
+        one.plan for one in planned(subject, prices_by_rate(profile, {1e8: LINK}, QUOTA, 4)) if one.name == "spmd"
+    )
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -250,7 +270,7 @@ def test_a_task_is_its_text():
         trial_rounds=1,
         layer_rounds=1,
         link_rounds=1,
-        bubble=True,
+        bubbles=(512, 1024),
     )
     assert Task.parse(task.text()) == task
 
@@ -343,7 +363,7 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
     """But for the host that is alone."""
     subject = SUBJECTS[name]()
     profile = timed(subject.profile())
-    variants = planned(subject, profile, {5e8: LINK}, QUOTA, 4)
+    variants = planned(subject, prices_by_rate(profile, {5e8: LINK}, QUOTA, 4))
     names = list(dict.fromkeys(variant.name for variant in variants))
     assert names == [
         "data parallel",
@@ -373,7 +393,7 @@ def test_sums_of_scalars_are_counted():
     """Of the loss over four hosts, and of the norm if they are stages: 2 (4 - 1) messages each."""
     assert unpriced_messages(plan_of(8, 4, "eager-1f1b")) == 12
     subject = SUBJECTS["mlp"]()
-    plan = planned(subject, timed(subject.profile()), {5e8: LINK}, QUOTA, 4)[0].plan
+    plan = planned(subject, prices_by_rate(timed(subject.profile()), {5e8: LINK}, QUOTA, 4))[0].plan
     assert plan.devices == 4 and unpriced_messages(plan) == 6
 
 
@@ -412,11 +432,12 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, context).shape
 
 
-def calls_of_layers(subject, layers, wanted):
+def calls_of_layers(subject, layers, wanted, *, loops=False):
     """Of one of two tensor ranks, four rows."""
     shapes = jax.eval_shape(subject.init, jax.random.key(0))
-    place = NamedSharding(jax.make_mesh((1,), ("all",), devices=jax.devices()[:1]), PartitionSpec())
-    programs = layer_programs(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, wanted, place)
+    place = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("all",)), PartitionSpec())
+    parts, share = subject.parts(alone(2)), shard_of(shapes, 2)
+    programs = layer_programs(parts, share, subject.rows(4), layers, wanted, place, loops)
     return calls_of(programs, {name: one.lower().compile() for name, one in programs.items()})
 
 
@@ -438,6 +459,44 @@ def test_gradients_of_micro_batches_are_added_up():
         first, second = (jax.tree.map(np.array, calls[name]()[0]) for _ in range(2))
         for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
             np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_in_a_loop_are_as_many_times_the_same_block():
+    subject = SUBJECTS["mlp"]()
+    calls = calls_of_layers(subject, subject.profile().layers, {"block"}, loops=True)
+    assert list(calls) == [f"block{loop} {way}" for loop in ("", " looped") for way in ("forward", "backward")]
+    (y, saved), (_, both) = calls["block forward"](), calls["block looped forward"]()
+    assert y.shape == (4, 256) and [leaf.shape for leaf in both] == [(2, *leaf.shape) for leaf in saved]
+    for one, stacked in zip(saved, both, strict=True):
+        np.testing.assert_array_equal(one, stacked[0])  # the second block has another input
+    gradients = calls["block looped backward"]()[0]
+    last = calls["block backward"]()[0]  # of the same error, but the first block's saved activations
+    shapes = jax.tree.map(lambda leaf: (2, *leaf.shape), last)
+    assert jax.tree.map(lambda leaf: leaf.shape, gradients) == shapes
+
+
+def test_pipelines_of_one_program_take_what_blocks_take_in_loops():
+    """A profile of loops changes what pipelines of one program are predicted to take, and nothing else."""
+    subject = SUBJECTS["mlp"]()
+    profile = timed(subject.profile())
+    block = profile.kinds["block"]
+    slower = tuple(
+        timing.model_copy(update={"forward": tuple(2 * each for each in timing.forward)}) for timing in block.timings
+    )
+    loops = profile.model_copy(
+        update={"kinds": profile.kinds | {"block": block.model_copy(update={"timings": slower})}}
+    )
+    one, other = (
+        {
+            (variant.name, variant.key): variant
+            for variant in planned(subject, prices_by_rate(profile, {5e8: LINK}, QUOTA, 4, pipeline=pipeline))
+        }
+        for pipeline in (None, loops)
+    )
+    both = set(one) & set(other)
+    assert {len(one[each].plan.stages) > 1 for each in both} == {True, False}
+    for each in both:
+        assert (other[each].predicted > one[each].predicted) == (len(one[each].plan.stages) > 1)
 
 
 def drawn_times(stages: int, chunks: int) -> StageTimes:
@@ -606,7 +665,6 @@ def test_small_run_on_two_hosts(tmp_path):
             trial_rounds=1,
             layer_rounds=1,
             link_rounds=1,
-            bubble=False,
             general=True,
         )
         rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
@@ -622,6 +680,7 @@ def test_small_run_on_two_hosts(tmp_path):
         "layer in rotation",
         "update",
         "paces",
+        "pace",
         "trial",
         "nearby",
         "step",

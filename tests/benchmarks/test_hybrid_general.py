@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
-from benchmarks.hybrid.competitors import planned
+from benchmarks.hybrid.competitors import planned, prices_by_rate
 from benchmarks.hybrid.costs import cluster_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
-from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
+from benchmarks.hybrid.mixed import planned_by_speed, prices_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.task import BY_SPEED, NEARBY, SAMPLES, TRIALS
@@ -82,14 +82,14 @@ def test_the_general_plan_of_vgg_competes():
         for seconds in [2e-4 if name.startswith("conv") else 2e-5]
     }
     profile = profile.model_copy(update={"kinds": kinds})
-    everything = planned(subject, profile, {1e8: LINK}, QUOTA, 4, (profile, DISPATCH))
+    everything = planned(subject, prices_by_rate(profile, {1e8: LINK}, QUOTA, 4, (profile, DISPATCH)))
     variants = {one.name: one for one in everything}
     plan, spmd = variants["general"].plan, variants["spmd"]
     assert plan in [one.plan for one in everything if one.name == "plan"]
     assert variants["general"].predicted < spmd.predicted and plan.devices == 4 and len(plan.stages) > 1
     check(plan, CostModel(profile, cluster_of(LINK, 4)))
     check_stages_run(plan)
-    assert "general" not in {one.name for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4)}
+    assert "general" not in {one.name for one in planned(subject, prices_by_rate(profile, {1e8: LINK}, QUOTA, 4))}
 
     # Each kind of plan takes what its layers take, timed as it runs them.
     slower = {
@@ -104,9 +104,25 @@ def test_the_general_plan_of_vgg_competes():
         for name, kind in profile.kinds.items()
     }
     apart = profile.model_copy(update={"kinds": slower})
-    others = {one.name: one for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4, (apart, DISPATCH))}
+    others = {
+        one.name: one for one in planned(subject, prices_by_rate(profile, {1e8: LINK}, QUOTA, 4, (apart, DISPATCH)))
+    }
     assert others["spmd"].predicted == spmd.predicted
     assert others["general"].predicted > 1.02 * variants["general"].predicted
+
+
+@pytest.mark.parametrize("name", ["mlp", "vgg"])
+def test_a_slower_machine_takes_longer_for_layers_and_no_longer_for_links(name):
+    """One host alone takes as many times as long, and no plan takes more, but for what waiting hosts have saved."""
+    subject = SUBJECTS[name]()
+    profile = timed(subject.profile())
+    prices = prices_by_rate(profile, {5e8: LINK}, QUOTA, 4, (profile, DISPATCH))
+    for one in planned(subject, prices):
+        later = prices[5e8].at(1.25).variant(one.name, one.plan)
+        assert prices[5e8].at(1.0).variant(one.name, one.plan) == one
+        if one.plan.devices == 1:
+            assert later.predicted == pytest.approx(1.25 * one.predicted)
+        assert one.predicted < later.predicted <= 1.251 * one.predicted, one.name
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():
@@ -122,7 +138,7 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     profiles, rows = profiles_by_share(subject, by_host, SHARES)
     assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
     quota = replace(QUOTA, shares=SHARES)
-    everything = planned_by_speed(subject, (profiles, profiles), LINK, 5e8, quota, DISPATCH)
+    everything = planned_by_speed(subject, prices_by_speed((profiles, profiles, profiles), LINK, 5e8, quota, DISPATCH))
     equal = [one for one in everything if one.name not in (BY_SPEED, SAMPLES, NEARBY)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS

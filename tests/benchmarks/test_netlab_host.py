@@ -21,7 +21,7 @@ from benchmarks.netlab import (
     remains,
     why_not,
 )
-from benchmarks.netlab.quotas import SHORT_PERIOD
+from benchmarks.netlab.quotas import shortest_period
 from benchmarks.netlab.remains import maker, started
 from benchmarks.netlab.signals import OrderlyEnd, unbroken
 from jhpt import cli
@@ -137,7 +137,7 @@ def test_cpu_controller_of_either_version(tmp_path):
 
 def test_quota_of_half_a_core():
     assert CpuController(root=Path("/"), version=2).quota(0.5) == {"cpu.max": "5000 10000", "cpu.weight": "10000"}
-    short = CpuController(root=Path("/"), version=2).quota(0.5, SHORT_PERIOD)
+    short = CpuController(root=Path("/"), version=2).quota(0.5, shortest_period(0.5))
     assert short["cpu.max"] == "1000 2000"
     assert CpuController(root=Path("/"), version=1).quota(0.5) == {
         "cpu.cfs_period_us": "10000",
