@@ -21,7 +21,15 @@ SAMPLE_S = 0.06
 def in_turn(
     hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int, *, warmup: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of every step until the last host has finished it, the same on all hosts.
+    """Seconds of every step until the last host has finished it, the same on all hosts (`by_host_in_turn`)."""
+    by_host = by_host_in_turn(hosts, steps, rounds, warmup=warmup)
+    return {name: [max(times) for times in samples] for name, samples in by_host.items()}
+
+
+def by_host_in_turn(
+    hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int, *, warmup: bool = True
+) -> dict[str, list[tuple[float, ...]]]:
+    """Seconds of every step in every round, of every host.
 
     All hosts begin at the same time.  Every round has an order of its own, so that no step always follows the same
     other one, which may leave more or less in caches, queues and quotas.
@@ -40,7 +48,7 @@ def in_turn(
             jax.block_until_ready(steps[name]())
             samples[name].append(time.perf_counter() - start)
     everyone = hosts.everyone(samples)
-    return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}
+    return {name: list(zip(*(one[name] for one in everyone), strict=True)) for name in names}
 
 
 def orders(names: Sequence[str], rounds: int) -> list[list[str]]:

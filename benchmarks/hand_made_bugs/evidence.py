@@ -41,8 +41,8 @@ BUGS = (
     Bug(
         name="benchmarks: a step ends when the fastest host ends",
         file="benchmarks/emulated/timing.py",
-        right="[max(times) for times in zip(",
-        wrong="[min(times) for times in zip(",
+        right="[max(times) for times in samples]",
+        wrong="[min(times) for times in samples]",
         tests=("tests/benchmarks/test_competitors.py", "-k", "slowest_host"),
     ),
     Bug(
@@ -163,6 +163,13 @@ BUGS = (
         right="jnp.where(jax.lax.axis_index(PIPE) == self.layout.stages - 1, 0.0, share)",
         wrong="jnp.where(jax.lax.axis_index(PIPE) == self.layout.stages, 0.0, share)",
         tests=("tests/training/test_clipping.py", "-k", "any_plan"),
+    ),
+    Bug(
+        name="stages: the first backward pass sums gradients over replicas, and the last does not",
+        file="sharding/stages/walk.py",
+        right="if micro_batch == count - 1 else",
+        wrong="if micro_batch == 0 else",
+        tests=("tests/sharding/stages/test_parity.py", "-k", "last_backward"),
     ),
     Bug(
         name="sharding: of stages with programs of their own only the last sums a shared table's gradient",
@@ -307,9 +314,23 @@ BUGS = (
     Bug(
         name="benchmarks: general plans take what layers in rows of one call take",
         file="benchmarks/hybrid/competitors.py",
-        right="(self.general, self.dispatch) if plan.space",
-        wrong="(self.model, self.dispatch) if plan.space",
+        right="predicted_seconds(plan, self.general,",
+        wrong="predicted_seconds(plan, self.model,",
         tests=("tests/benchmarks/test_hybrid_general.py", "-k", "competes"),
+    ),
+    Bug(
+        name="benchmarks: pipelines take what blocks outside of loops take",
+        file="benchmarks/hybrid/competitors.py",
+        right="model = self.pipeline if self.pipeline is not None and len(plan.stages) > 1 else self.model",
+        wrong="model = self.model",
+        tests=("tests/benchmarks/test_hybrid.py", "-k", "in_loops"),
+    ),
+    Bug(
+        name="benchmarks: predictions are for the machine of some minutes before",
+        file="benchmarks/hybrid/competitors.py",
+        right="tuple(pace * each for each in getattr(timing, way))",
+        wrong="tuple(getattr(timing, way))",
+        tests=("tests/benchmarks/test_hybrid_general.py", "-k", "slower_machine"),
     ),
     Bug(
         name="benchmarks: a plan is slower or faster than its own program",

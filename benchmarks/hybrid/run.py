@@ -160,8 +160,11 @@ class Entry(Measured):
         return run_key(one, self.plans[one][launch]) == run_key(other, self.plans[other][launch])
 
 
-def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """The entries of the table, from rows of steps.  A competitor that a launch did not have is left out."""
+def entries(rows: Iterable[Mapping[str, Any]], predicted: str = "predicted_s") -> list[Entry]:
+    """The entries of the table, from rows of steps.  A competitor that a launch did not have is left out.
+
+    predicted: the column of predictions: for the machine during the steps, or `planned_s`, for that minutes before.
+    """
     steps = (row for row in rows if row["row"] == "step")
     plans = TypeAdapter(list[Plan])
     groups = grouped(steps, lambda row: (row["model"], row["bits_per_s"]))
@@ -170,7 +173,7 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
             model=model,
             rate=rate,
             samples=column(group, "competitor", "samples_s"),
-            predicted=column(group, "competitor", "predicted_s"),
+            predicted=column(group, "competitor", predicted),
             plans={name: plans.validate_python(each) for name, each in column(group, "competitor", "plan").items()},
         )
         for (model, rate), group in ((key, in_every_launch(its, "competitor")) for key, its in groups.items())
@@ -186,7 +189,9 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
         made |= speed_claims(name, ratios, unit=ratio_unit(other, "the plan"), place=PLACE)
     ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, PLAN) for entry in table}
     made |= speed_claims("vs_best_baseline", ratios, unit=ratio_unit("the faster baseline", "the plan"), place=PLACE)
-    made |= _spread_claims(table) | _error_claims(table) | general_claims(table) | mixed_claims(everything)
+    made |= _spread_claims(table) | _error_claims(table, "") | general_claims(table) | mixed_claims(everything)
+    if table and all("planned_s" in row for row in rows if row["row"] == "step"):
+        made |= _error_claims([one for one in entries(rows, "planned_s") if not one.mixed], "_when_planned")
     return made | exchange_claims(rows) | bubble_claims(rows)
 
 
@@ -210,14 +215,15 @@ def _spread_claims(table: Sequence[Entry]) -> dict[str, Claim]:
     return made
 
 
-def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+def _error_claims(table: Sequence[Entry], when: str) -> dict[str, Claim]:
+    """Prediction errors.  when: what their names say of the moment that predictions are for."""
     made = dict[str, Claim]()
     for name, competitors in (("", (*BASELINES, PLAN)), ("_baselines", BASELINES), ("_plan", (PLAN,))):
         errors = [
             abs(error) for entry in table for one in competitors if one in entry.samples for error in entry.errors(one)
         ]
         for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
-            made[f"prediction_error{name}_{statistic}"] = Claim(
+            made[f"prediction_error{when}{name}_{statistic}"] = Claim(
                 value=value(errors), unit="|predicted - measured| / measured", setup=f"{len(errors)} steps, {PLACE}"
             )
     return made

@@ -221,6 +221,15 @@ def test_a_plan_that_is_a_baseline_is_one_more_measurement_of_it():
     assert hybrid.claims([*numbered(rows, 0), *different])["vs_data_parallel_max"].value == pytest.approx(2.0**0.5)
 
 
+def test_predictions_for_the_machine_minutes_before_have_claims_of_their_own():
+    """If they were kept: of launches that did not keep them there are none."""
+    rows = [row | {"planned_s": 2 * row["predicted_s"]} if row["row"] == "step" else row for row in ROWS]
+    claims, without = hybrid.claims(rows), hybrid.claims(ROWS)
+    assert claims["prediction_error_max"].value == without["prediction_error_max"].value == pytest.approx(0.2)
+    assert claims["prediction_error_when_planned_max"].value == pytest.approx(1.4)  # 2.4 predicted, 1.0 measured
+    assert "prediction_error_when_planned_max" not in without
+
+
 def test_idle_shares():
     claims = hybrid.claims(ROWS)
     assert claims["bubble_1f1b"].value == pytest.approx(1 - 0.8 / 1.1)
