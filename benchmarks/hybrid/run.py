@@ -387,8 +387,8 @@ def measure(
         bubbles=(WIDTHS[:1] if quick else WIDTHS) if bubble else (),
         general=mixed or not quick,
     )
-    alone = BUBBLE_CPU if bubble and not models else CPU
-    cpu, shares = (MIXED_CPU, SHARES) if mixed else (alone, None)
+    cpu = MIXED_CPU if mixed else BUBBLE_CPU if bubble and not models else CPU
+    shares = SHARES if mixed else None
     return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 

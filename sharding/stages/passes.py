@@ -100,7 +100,7 @@ class ChunkPrograms:
         shared = any(self._parameters.storage(degree).ranks > 1 for _, degree, _ in self.placed.layout.runs)
         if not (shared and self._parameters.reduces_in_last_pass):
             return self.backward
-        return self._backward_program(self._passes_of_stage(last=True))
+        return self._backward_program(self._stage_for(last=True))
 
     def _backward_program(self, stage: OneStage) -> "jax.stages.Wrapped":
         def run(
@@ -235,10 +235,10 @@ class ChunkPrograms:
 
     @cached_property
     def _stage(self) -> OneStage:
-        return self._passes_of_stage(last=False)
+        return self._stage_for(last=False)
 
-    def _passes_of_stage(self, *, last: bool) -> OneStage:
-        """The passes of the last micro-batch or of any other."""
+    def _stage_for(self, *, last: bool) -> OneStage:
+        """The stage's passes over the last micro-batch, or over any other."""
         of, parameters = self.execution, self._parameters
         passes = Passes(
             parameters=parameters,
