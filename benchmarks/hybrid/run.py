@@ -286,12 +286,14 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     return made
 
 
-def _idle_shares(bubbles: Mapping[str, Sequence[Mapping[str, Any]]], suffix: str, blocks: str) -> dict[str, Claim]:
-    """Claims of one width.  bubbles: rows by competitor.  suffix, blocks: what names and set-ups say of the width."""
-    stages, pieces = bubbles["1f1b"][0]["stages"], bubbles["1f1b"][0]["micro_batches"]
-    place = f"{stages} emulated hosts of {bubbles['1f1b'][0].get('cpu', CPU):g} cores"
+def _idle_shares(bubbles: Mapping[str, Sequence[Mapping[str, Any]]], suffix: str, widths: str) -> dict[str, Claim]:
+    """Claims of one width.  bubbles: rows by competitor.  suffix, widths: what names and set-ups say of the width."""
+    first = bubbles["1f1b"][0]
+    stages, pieces = first["stages"], first["micro_batches"]
+    place = f"{stages} emulated hosts of {first.get('cpu', CPU):g} cores"
     steps = {name: [seconds for row in launches for seconds in row["samples_s"]] for name, launches in bubbles.items()}
-    setup = f"{stages} stages, {pieces} micro-batches, links without a limit{blocks}, {place}"
+    of_blocks = f" of {first['blocks']} blocks" if "blocks" in first else ""
+    setup = f"{stages} stages{of_blocks}, {pieces} micro-batches, links without a limit{widths}, {place}"
     idle: dict[str, float] = {
         name: statistics.median(1 - work / step for work, step in zip(steps["alone"], steps[name], strict=True))
         for name in ("1f1b", "zb-h1", "eager-1f1b", "interleaved")

@@ -90,6 +90,7 @@ ROWS = [
             "row": "bubble",
             "cpu": 0.3,
             "width": 1024,
+            "blocks": 4,
             "competitor": name,
             "stages": 4,
             "micro_batches": 8,
@@ -245,6 +246,7 @@ def test_idle_shares():
     assert "bubble_zb_h1_width_1024" not in claims
     assert claims["bubble_1f1b"].setup.endswith("links without a limit, 4 emulated hosts of 0.5 cores")
     assert claims["bubble_1f1b_width_1024"].setup.endswith("blocks of width 1024, 4 emulated hosts of 0.3 cores")
+    assert claims["bubble_1f1b_width_1024"].setup.startswith("4 stages of 4 blocks, 8 micro-batches")
 
 
 def test_claims_that_were_not_measured_are_absent():
