@@ -7,8 +7,8 @@ idle = 1 - W / T, which for 1F1B is (S-1) / (M+S-1) at best.
 
 What is not the schedule's is kept small.  Hosts that share a core leave a part of it unused, so that one runs no faster
 while the other waits, and quotas hold over a short period (`netlab.quotas.shortest_period`).  An exchange of x[b, d]
-takes processor time, which a GPU would not spend; passes grow with d^2 and with their blocks, messages with d, so wider
-blocks (`task.WIDTHS`) and several in a chunk (`BLOCKS`) show less of it.
+takes processor time, which a GPU would not spend; passes grow with d^2 and messages with d, so wider blocks
+(`task.WIDTHS`) show less of it.
 """
 
 import itertools
@@ -33,8 +33,9 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zb-h1", "eager-1f1b", "interleaved")
 ALONE = "alone"
 """The work without communication, as a competitor."""
 
-BLOCKS = 4
-"""Blocks of a stage, of which each of interleaved's chunks has a half.  Up to 2026-11-28 a stage had two."""
+BLOCKS = 2
+"""Blocks of a stage, of which each of interleaved's chunks has a half.  With four, bubbles came out no closer to their
+formulas (docs/reports/hybrid.md)."""
 
 
 def subject_of(blocks: int, width: int = WIDTHS[0]) -> ClassSubject:

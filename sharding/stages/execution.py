@@ -49,9 +49,8 @@ class StagesExecution:
     def gradients(self, params: Parts, batches: Parts, keys: Parts) -> Found:
         """Of the batch, by every chunk's stored parameters.  keys: of the step."""
         plan = self.layout.plan
-        begun = self._each(lambda at: self.route.programs[at].begin(params[at]))
-        read, zeros = zip(*(one or (None, None) for one in begun), strict=True)
-        walk = Walk(route=self.route, params=read, batches=batches, keys=keys, totals=list(zeros))
+        zeros = self._each(lambda at: self.route.programs[at].zeros(params[at]))
+        walk = Walk(route=self.route, params=self._read(params), batches=batches, keys=keys, totals=list(zeros))
         walk.step(timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches))
         gradients = self._each(lambda at: self.route.programs[at].finish(walk.totals[at]))
         gradients = self._with_shared(gradients)
@@ -60,8 +59,7 @@ class StagesExecution:
 
     def sums(self, params: Parts, batches: Parts, keys: Parts) -> Parts:
         """The sums over the batch, on every stage, [sums]; forward only."""
-        read = self._each(lambda at: self.route.programs[at].begin(params[at])[0])
-        walk = Walk(route=self.route, params=read, batches=batches, keys=keys)
+        walk = Walk(route=self.route, params=self._read(params), batches=batches, keys=keys)
         walk.evaluation(self.layout.plan.micro_batches)
         last = len(self.layout.chunks) - 1
         sums = self._each(lambda at: self.route.programs[at].sums(walk.sums) if at == last else None)
@@ -111,7 +109,7 @@ class StagesExecution:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
                 chunk_batch(chunk, self._any_parts, self.rows),
             )
-            y = jax.eval_shape(one.evaluate, jax.eval_shape(one.begin, params)[0], x, batch, key, at)
+            y = jax.eval_shape(one.evaluate, jax.eval_shape(one.read, params), x, batch, key, at)
             programs.append(one)
             if chunk.heads:
                 sums = y
@@ -130,6 +128,10 @@ class StagesExecution:
     def _each(self, function: Callable[[int], Any]) -> Parts:
         """function(number) of every chunk that has devices here."""
         return tuple(settled(function(at)) if chunk.here else None for at, chunk in enumerate(self.layout.chunks))
+
+    def _read(self, params: Parts) -> Parts:
+        """Every chunk's parameters as its passes read them."""
+        return self._each(lambda at: self.route.programs[at].read(params[at]))
 
     def _sums_of(self, walk: Walk, at: int) -> list[Any] | None:
         return walk.sums if self.layout.chunks[at].heads else None

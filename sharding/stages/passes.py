@@ -1,8 +1,9 @@
 """What the devices of a stage compute for one chunk, and the programs that do it.
 
-    begin      parameters as stored -> in the compute dtype, gradients of zero, the batch's keys      once a step
-    forward    x -> y and saved activations                                             once a micro-batch
-    backward   saved activations, error -> gradients added up, error for the chunk before    once a micro-batch
+    read       parameters as stored -> in the compute dtype                                          once a step
+    zeros      gradients before the first micro-batch                                                once a step
+    forward    x -> y and saved activations                                                   once a micro-batch
+    backward   saved activations, error -> gradients added up, error for the chunk before     once a micro-batch
     finish     gradients summed over the replicas, and the square of their norm                      once a step
 
 Where communication overlaps, the last micro-batch has a backward program of its own, which sums the gradients of each
@@ -66,25 +67,34 @@ class ChunkPrograms:
 
     # Programs, each compiled when it is first called.
 
+    def read(self, params: StoredParams) -> Params:
+        """Stored parameters -> parameters in the dtypes that passes read; those that are stored so are not copied."""
+        stored = self._by_run(params)
+        if all(jax.tree.leaves(self._read_as_stored)):
+            return stored
+        read: Params = jax.tree.map(
+            lambda as_stored, old, new: old if as_stored else new, self._read_as_stored, stored, self._cast(params)
+        )
+        return read
+
     @cached_property
-    def begin(self) -> "jax.stages.Wrapped":
-        """Stored parameters -> (parameters as passes read them, gradients so far)."""
+    def zeros(self) -> "jax.stages.Wrapped":
+        """Stored parameters -> gradients before the first micro-batch."""
 
-        def run(params: StoredParams) -> tuple[Any, Any]:
-            gathered = self._parameters.gathered(params, self._specs)
-            return _one(gathered), jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), jnp.float32), gathered)
+        def run(params: StoredParams) -> Gradients:
+            return jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), jnp.float32), self._by_run(params))
 
-        return self._jitted(self._mapped(run, (self._specs,), (self._own, self._own)))
+        return self._jitted(self._mapped(run, (self._specs,), self._own))
 
     @cached_property
     def forward(self) -> "jax.stages.Wrapped":
         """(parameters, x, batch, key, micro-batch) -> (y, what the backward pass needs); the first chunk takes no x."""
 
         def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
-            y, saved = self._of_own_rows(partial(self._forward, _its(params)), x, *self._micro_batch(batch, key, at))
+            y, saved = self._of_own_rows(partial(self._forward, params), x, *self._micro_batch(batch, key, at))
             return y, _one(saved)
 
-        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), (self._y, self._own)))
+        return self._jitted(self._mapped(run, (self._read_specs, self._x, *self._given), (self._y, self._own)))
 
     @cached_property
     def backward(self) -> "jax.stages.Wrapped":
@@ -106,11 +116,11 @@ class ChunkPrograms:
         def run(
             total: Any, params: Any, saved: Any, error: jax.Array, batch: Any, key: jax.Array, at: jax.Array
         ) -> tuple[Any, Any, Any]:
-            its = partial(self._backward, stage, _its(total), _its(params), _its(saved))
+            its = partial(self._backward, stage, _its(total), params, _its(saved))
             total, down, sums = self._of_own_rows(its, error, *self._micro_batch(batch, key, at))
             return _one(total), down, _one(sums)
 
-        inputs = (self._own, self._own, self._own, self._y, *self._given)
+        inputs = (self._own, self._read_specs, self._own, self._y, *self._given)
         return self._jitted(self._mapped(run, inputs, (self._own, self._x, self._own)), donate_argnums=0)
 
     @cached_property
@@ -118,17 +128,15 @@ class ChunkPrograms:
         """(parameters, x, batch, key, micro-batch) -> y, or the last chunk's sums."""
 
         def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> Any:
-            its = _its(params)
-
             def evaluated(x: Any, rows: Batch, context: RowContext) -> Any:
-                y, _ = self._forward(its, x, rows, context)
-                return self._stage.head_loss(its, y, rows, context) if self.placed.heads else y
+                y, _ = self._forward(params, x, rows, context)
+                return self._stage.head_loss(params, y, rows, context) if self.placed.heads else y
 
             out = self._of_own_rows(evaluated, x, *self._micro_batch(batch, key, at))
             return _one(out) if self.placed.heads else out
 
         out = self._own if self.placed.heads else self._y
-        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), out))
+        return self._jitted(self._mapped(run, (self._read_specs, self._x, *self._given), out))
 
     @cached_property
     def finish(self) -> "jax.stages.Wrapped":
@@ -253,6 +261,35 @@ class ChunkPrograms:
             replace(run, loop=replace(run.loop, first=self.placed.first + run.loop.first)) for run in stage.runs
         ]
         return replace(stage, runs=tuple(numbered), embed_degree=self.placed.entry)
+
+    @cached_property
+    def _cast(self) -> "jax.stages.Wrapped":
+        """Stored parameters -> those that passes read in another dtype, and None for the others."""
+
+        def run(params: StoredParams) -> Any:
+            read = self._in_compute_dtype(params)
+            return jax.tree.map(lambda as_stored, leaf: None if as_stored else leaf, self._read_as_stored, read)
+
+        return self._jitted(self._mapped(run, (self._specs,), self._read_specs))
+
+    @cached_property
+    def _read_as_stored(self) -> Any:
+        """Of each parameter whether passes read it as it is stored."""
+        read = jax.eval_shape(self._mapped(self._in_compute_dtype, (self._specs,), self._read_specs), self.stored)
+        return jax.tree.map(lambda one, other: one.dtype == other.dtype, self._by_run(self.stored), read)
+
+    def _in_compute_dtype(self, params: StoredParams) -> Params:
+        """Nothing is gathered: every replica stores whole parameters (`core.rules`)."""
+        return self._parameters.gathered(params, self._specs)
+
+    def _by_run(self, params: StoredParams) -> Params:
+        """The same parameters, blocks by the name of their run."""
+        return {**params, "blocks": self._parameters.runs(params["blocks"])}
+
+    @property
+    def _read_specs(self) -> Specs:
+        """Partitions of parameters as passes read them."""
+        return {**self._specs, "blocks": self._parameters.run_specs(self._specs)}
 
     @property
     def _own(self) -> PartitionSpec:

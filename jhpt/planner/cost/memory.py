@@ -16,6 +16,9 @@ the stored weight, its rounding remainder and the moments (`core.state`):
       with one micro-batch       4                         w / d if reduced late, else w   w / d   w / d
       of embedding and head      4 + w; with one micro-batch w; in a pipeline 4
 
+A program for each stage holds gradients in float32 from the first pass on, of embedding and head too, and with ZeRO-3
+w / d of each weight.
+
 With several micro-batches embedding and head have a gradient of the current micro-batch beside the accumulated one.
 After the head's last use the copy of their weights is freed: with one or two micro-batches only gradients remain during
 the backward passes of the other layers.  With one stage and one micro-batch no gradient exists before the backward
@@ -91,11 +94,12 @@ def parameter_bytes(
     if data == 1 and (strategy.program == "per_stage" or strategy.zero < 3):
         strategy = replace(strategy, zero=0)
     zero, optimizer = strategy.zero, state - 2 * wire
+    stored, copy = (optimizer + wire, 0.0) if as_stored else (optimizer, wire)
     if strategy.program == "per_stage":
-        weights = wire / (data if zero == 3 else 1) + wire / (data if zero > 1 else 1)
-        return ParameterBytes(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
-    stored = optimizer + (wire if as_stored else 0.0)
-    used = {0: 0.0 if as_stored else wire, 1: wire, 2: wire, 3: 0.0}[zero]
+        used = {0: copy, 1: wire, 2: wire, 3: copy / data}[zero]
+        gradient = FLOAT32 / (data if zero > 1 else 1)
+        return ParameterBytes(used + gradient, stored / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
+    used = {0: copy, 1: wire, 2: wire, 3: 0.0}[zero]
     late = strategy.reduces_late and overlap and data > 1
     gradient = _gradient(strategy, data, wire, late=late)
     if strategy.embedding_or_head and strategy.frees_copy_after_head:

@@ -38,7 +38,7 @@ def test_the_last_backward_pass_hides_the_sums_of_blocks():
     parts = next(iter(made[0].parts.values()))
     of_chunk = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk_batch(chunk, parts, rows))
     given = of_chunk, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
-    params, totals = jax.eval_shape(programs.begin, stages.stored[0])
+    params, totals = (jax.eval_shape(each, stages.stored[0]) for each in (programs.read, programs.zeros))
     y, saved = jax.eval_shape(programs.forward, params, None, *given)
 
     def read(program):

@@ -140,7 +140,7 @@ def test_where_gradients_are_summed(setup_of, overlap):
     data = programs.placed.device_mesh.axes(2).data
     rows = jax.eval_shape(lambda: execution.batches(execution.rows)[0])
     given = rows, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
-    params, totals = jax.eval_shape(programs.begin, execution.stored[0])
+    params, totals = (jax.eval_shape(each, execution.stored[0]) for each in (programs.read, programs.zeros))
     y, saved = jax.eval_shape(programs.forward, params, None, *given)
 
     def summed(program, *inputs):
@@ -179,11 +179,11 @@ def test_random(setup_of, name, plan):
 
 def test_a_replica_computes_its_own_samples_only(setup_of):
     execution = executed(setup_of("gpt-tied"), general([5], [3], [1] * 5, micro_batches=2, samples=(4, 1, 3)))
-    params = jax.eval_shape(execution.route.programs[0].begin, execution.stored[0])
+    params = jax.eval_shape(execution.route.programs[0].read, execution.stored[0])
     rows = jax.eval_shape(lambda: execution.batches(execution.rows)[0])
     given = rows, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), "int32")
     forward = execution.route.programs[0].forward
-    program = jax.make_jaxpr(forward)(params[0], None, *given).jaxpr
+    program = jax.make_jaxpr(forward)(params, None, *given).jaxpr
     (choice,) = (one for one, _ in equations(program) if one.primitive.name == "cond")
     flop = [products(branch.jaxpr) for branch in choice.params["branches"]]
     assert flop == [flop[0], 3 * flop[0], 4 * flop[0]] and flop[0] > 0
