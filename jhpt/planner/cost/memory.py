@@ -87,7 +87,7 @@ def parameter_bytes(
 
     Args:
       wire: bytes of a number in the compute dtype.
-      state: bytes of weight, gradient and optimizer state in a program per stage.
+      state: bytes of weight and gradient in the compute dtype and of the optimizer state (`ModelProfile.state_bytes`).
       as_stored: whether weights are computed with in the dtype that they are stored in.
       overlap: whether the cluster overlaps communication with computation.
     """
