@@ -18,6 +18,20 @@ BUGS = (
         tests=("tests/planner/search/test_search.py", "-k", "almost_as_fast"),
     ),
     Bug(
+        name="planner: gradients of general plans are counted in the compute dtype",
+        file="jhpt/planner/cost/memory.py",
+        right="gradient = FLOAT32 / (data if zero > 1 else 1)",
+        wrong="gradient = wire / (data if zero > 1 else 1)",
+        tests=("tests/sharding/stages/test_memory.py",),
+    ),
+    Bug(
+        name="stages: parameters that nothing casts are copied",
+        file="jhpt/sharding/stages/passes.py",
+        right="return jax.tree.map(lambda one, other: one.dtype == other.dtype, self._by_run(self.stored), read)",
+        wrong="return jax.tree.map(lambda one, other: False, self._by_run(self.stored), read)",
+        tests=("tests/sharding/stages/test_memory.py",),
+    ),
+    Bug(
         name="planner: a stage does not wait for the exchange with the stage before it",
         file="jhpt/planner/cost/schedule.py",
         right="over = np.maximum(done, done[self.before])",
