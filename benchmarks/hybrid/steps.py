@@ -37,7 +37,7 @@ class Traced:
     """A plan's programs, to be compiled: `fresh` makes the state, `step` takes it and a batch.
 
     held: equal for programs whose states lie alike.  updates: whether the step returns the next state and is donated
-    the last one.
+    the last one; otherwise the state is the parameters alone.
     """
 
     held: str
@@ -62,7 +62,8 @@ def traced(
     layout = execution.layout
 
     def fresh(key: jax.Array) -> Any:
-        return init_state(layout.stored(subject.init(key)), make_optimizer(OptimizerConfig()))
+        params = layout.stored(subject.init(key))
+        return init_state(params, make_optimizer(OptimizerConfig())) if update else params
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(fresh, key)
@@ -75,8 +76,8 @@ def traced(
     if update:
         run, out = train_step(execution.gradients, execution.norm), (shardings, layout.replicated)
     else:
-        run = lambda state, rows: execution.gradients(state.params, rows, key)  # noqa: E731
-        out = shardings.params, layout.replicated
+        run = lambda params, rows: execution.gradients(params, rows, key)  # noqa: E731
+        out = shardings, layout.replicated
     step = jax.jit(run, donate_argnums=(0,) if update else (), out_shardings=out)
 
     def place() -> Any:

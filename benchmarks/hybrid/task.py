@@ -11,8 +11,9 @@ MODELS = ("vgg", "mlp", "gpt", "bert", "gpt2-like", "bert-like")
 CHUNKS = 2
 """Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
-WIDTHS = (512, 1024)
-"""Widths of the perceptrons whose bubbles are measured (`benchmarks.hybrid.bubble`)."""
+WIDTHS = (512, 1024, 1536)
+"""Widths of the perceptrons whose bubbles are measured (`benchmarks.hybrid.bubble`).  The widest needs 12 GB of memory
+for four hosts."""
 
 DATA_PARALLEL, AGAIN, SHORT = "data parallel", "data parallel again", "data parallel 16 bits"
 GPIPE, GRID, ONE_HOST = "gpipe", "3-D grid", "one host"
