@@ -328,8 +328,8 @@ BUGS = (
     Bug(
         name="benchmarks: predictions are for the machine of some minutes before",
         file="benchmarks/hybrid/competitors.py",
-        right="tuple(pace * each for each in getattr(timing, way))",
-        wrong="tuple(getattr(timing, way))",
+        right="tuple(map(float, ratios * getattr(timing, way)))",
+        wrong="tuple(map(float, np.array(getattr(timing, way))))",
         tests=("tests/benchmarks/test_hybrid_general.py", "-k", "slower_machine"),
     ),
     Bug(

@@ -3,6 +3,7 @@
 A competitor with several plans at a rate has candidates, of which a trial on the hosts keeps the fastest.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from benchmarks.hybrid.baselines import swept
 from benchmarks.hybrid.costs import cluster_of, counts_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
+from benchmarks.hybrid.meetings import lost_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, NEARBY, PLAN, SHORT, SPMD, TRIALS, run_key
@@ -69,8 +71,8 @@ class Prices:
     general: CostModel | None = None
     dispatch: Dispatch | None = None
 
-    def at(self, pace: float) -> "Prices":
-        """The same where layers take so many times as long."""
+    def at(self, pace: Mapping[int, float]) -> "Prices":
+        """The same where layers take so many times as long, by number of rows."""
         slower = [None if model is None else _at(pace, model) for model in (self.pipeline, self.general)]
         return replace(self, model=_at(pace, self.model), pipeline=slower[0], general=slower[1])
 
@@ -93,22 +95,25 @@ class Prices:
         return predicted_seconds(plan, model, self.quota)
 
 
-def _at(pace: float, model: CostModel) -> CostModel:
-    """The model of a machine on which layers take so many times as long."""
+def _at(pace: Mapping[int, float], model: CostModel) -> CostModel:
+    """The model of a machine on which layers take so many times as long, and the update as the mean of them."""
+    mean = statistics.geometric_mean(pace.values())
 
     def slower(profile: ModelProfile) -> ModelProfile:
         kinds = {
             name: kind.model_copy(update={"timings": tuple(_slower(timing, pace) for timing in kind.timings)})
             for name, kind in profile.kinds.items()
         }
-        return profile.model_copy(update={"kinds": kinds, "update_seconds": pace * profile.update_seconds})
+        return profile.model_copy(update={"kinds": kinds, "update_seconds": mean * profile.update_seconds})
 
     others = {rates: slower(profile) for rates, profile in model.others.items()}
     return CostModel(slower(model.profile), model.cluster, others=others)
 
 
-def _slower(timing: Timing, pace: float) -> Timing:
-    passes = {way: tuple(pace * each for each in getattr(timing, way)) for way in ("forward", "backward")}
+def _slower(timing: Timing, pace: Mapping[int, float]) -> Timing:
+    """Between the numbers of rows that were timed, the pace is linear."""
+    ratios = np.interp(timing.batches, sorted(pace), [pace[rows] for rows in sorted(pace)])
+    passes = {way: tuple(map(float, ratios * getattr(timing, way))) for way in ("forward", "backward")}
     return timing.model_copy(update=passes)
 
 
@@ -204,9 +209,9 @@ def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Disp
         assert dispatch is not None
         seconds = general_seconds(plan, times, quota, dispatch)
     elif len(plan.stages) == 1:
-        pace = max(quota.pace(host) for host in range(plan.devices))
         busy = sum(quota.of(host) for host in range(plan.devices))
-        seconds = pace * times.step_seconds(plan, overlap=False) / quota.gain(busy)
+        slower = max(quota.pace(host) for host in range(plan.devices)) / quota.gain(busy)
+        seconds = slower * times.step_seconds(plan, overlap=False) + lost_seconds(plan, model, quota, slower)
     else:
         seconds = pipeline_seconds(plan, times, quota)
     return seconds + unpriced_messages(plan) * model.cluster.network.latency

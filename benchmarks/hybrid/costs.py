@@ -74,21 +74,25 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Some programs of layers, and the seconds that they took on this host when all layers were timed.
+    """Programs of layers without tensor ranks, and the seconds that they took on this host when all layers were timed.
 
-    A machine that others share may compute 20 % faster or slower some minutes later (docs/reports/hybrid.md).
+    A machine that others share may compute 20 % faster or slower some minutes later (docs/reports/hybrid.md), and
+    passes of few rows, which wait for their weights, not by as much as passes of many.
     """
 
     calls: Mapping[str, Call]
     seconds: Mapping[str, float]
 
-    def now(self, hosts: Hosts[Task]) -> float:
-        """What they take now over what they took then, the geometric mean over programs and hosts.  It lifts the limit
-        of links."""
+    def now(self, hosts: Hosts[Task]) -> dict[int, float]:
+        """By number of rows, what they take now over what they took then, the geometric mean over programs and hosts.
+        It lifts the limit of links."""
         hosts.limit(None)
         found = typical_seconds(self.calls, PACE_ROUNDS)
-        mine = statistics.geometric_mean(found[name] / self.seconds[name] for name in self.calls)
-        return statistics.geometric_mean(hosts.everyone(mine))
+        ratios: dict[int, list[float]] = {}
+        for name in self.calls:
+            ratios.setdefault(rows_of(name), []).append(found[name] / self.seconds[name])
+        everyone = hosts.everyone([statistics.geometric_mean(its) for its in ratios.values()])
+        return dict(zip(ratios, map(statistics.geometric_mean, zip(*everyone, strict=True)), strict=True))
 
 
 def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], float, Pace]:
@@ -106,8 +110,7 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[st
     together = hosts.everyone(_of_layers(mine))
     alone = _of_layers(typical_seconds(calls, ALONE_ROUNDS)) if hosts.rank == 0 else {}
     alone = hosts.everyone(alone)[0]
-    usual = f"|1|{batches(subject, 1, hosts.count)[-2]} "
-    pace = Pace(calls={name: call for name, call in calls.items() if usual in name and LOOP not in name}, seconds=mine)
+    pace = Pace(calls={name: call for name, call in calls.items() if "|1|" in name}, seconds=mine)
     return together, max(1.0, sum(together[0].values()) / sum(alone.values())), pace
 
 
@@ -212,6 +215,11 @@ def _named(name: str, tensor: int, batch: int) -> str:
     """The name of a layer's call among those of all degrees and numbers of rows."""
     kind, _, passes = name.rpartition(" ")
     return f"{kind}|{tensor}|{batch} {passes}"
+
+
+def rows_of(name: str) -> int:
+    """The number of rows of a layer's call."""
+    return int(name.rpartition("|")[2].split()[0])
 
 
 def _programs(

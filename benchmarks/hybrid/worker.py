@@ -89,7 +89,7 @@ def run_model(
         samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
         after = pace.now(hosts)
         rows.append({"row": "pace", "model": name, "bits_per_s": rate, "before": before, "after": after})
-        meanwhile = prices[rate].at(math.sqrt(before * after))
+        meanwhile = prices[rate].at({size: math.sqrt(before[size] * after[size]) for size in before})
         rows += [
             {
                 "row": "step",

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
+from benchmarks.hybrid.bubble import plan_of
 from benchmarks.hybrid.competitors import planned, prices_by_rate
 from benchmarks.hybrid.costs import cluster_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
@@ -113,16 +114,34 @@ def test_the_general_plan_of_vgg_competes():
 
 @pytest.mark.parametrize("name", ["mlp", "vgg"])
 def test_a_slower_machine_takes_longer_for_layers_and_no_longer_for_links(name):
-    """One host alone takes as many times as long, and no plan takes more, but for what waiting hosts have saved."""
+    """One host alone takes as many times as long, and no plan takes more.  Quotas hold at every moment, so nothing is
+    saved or lost in a period."""
     subject = SUBJECTS[name]()
     profile = timed(subject.profile())
-    prices = prices_by_rate(profile, {5e8: LINK}, QUOTA, 4, (profile, DISPATCH))
+    prices = prices_by_rate(profile, {5e8: LINK}, replace(QUOTA, period=0.0), 4, (profile, DISPATCH))
     for one in planned(subject, prices):
-        later = prices[5e8].at(1.25).variant(one.name, one.plan)
-        assert prices[5e8].at(1.0).variant(one.name, one.plan) == one
+        later = prices[5e8].at({4: 1.25, 64: 1.25}).variant(one.name, one.plan)
+        assert prices[5e8].at({4: 1.0, 64: 1.0}).variant(one.name, one.plan) == one
         if one.plan.devices == 1:
             assert later.predicted == pytest.approx(1.25 * one.predicted)
         assert one.predicted < later.predicted <= 1.251 * one.predicted, one.name
+
+
+def test_passes_of_few_rows_have_a_pace_of_their_own():
+    """One host takes 1.5 times as long for 64 rows, twice as long for 128 and more."""
+    subject = SUBJECTS["mlp"]()
+    profile = timed(subject.profile())
+    timing = Timing(batches=(64.0, 128.0, 512.0), forward=(0.01, 0.02, 0.03), backward=(0.02, 0.04, 0.06))
+    kinds = {name: kind.model_copy(update={"timings": (timing,)}) for name, kind in profile.kinds.items()}
+    profile = profile.model_copy(update={"kinds": kinds, "update_seconds": 0.0})
+    prices = prices_by_rate(profile, {5e8: LINK}, replace(QUOTA, period=0.0), 4)[5e8]
+    later = prices.at({64: 1.5, 128: 2.0})
+    for rows, pace in ((64, 1.5), (128, 2.0), (512, 2.0)):
+        plan = plan_of(6, 1, "1f1b").model_copy(update={"batch": 2048, "micro_batches": 2048 // rows})
+        assert later.seconds(plan) == pytest.approx(pace * prices.seconds(plan))
+    kind = later.model.profile.kinds["block"]
+    between = [(1.5 * few + 2.0 * many) / 2 for few, many in zip(timing.at(64), timing.at(128), strict=True)]
+    assert kind.seconds(96, 1) == pytest.approx(between)
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():

@@ -1,0 +1,77 @@
+"""What plans of one stage lose where hosts with quotas meet in a collective.
+
+A host with quota r that computes for a period P of its quota, or longer, has used it up at some moment of a period.  If
+that is when the others have come to a collective, they all wait for the next period of that host.  One that has
+computed for a shorter time w seldom has used it up.  With B = r (1 - r) P as in `benchmarks.hybrid.quota`,
+
+    lost = B min(1, w / P)^2    for every collective, after w seconds of computation
+
+The formula has no fitted constant.  Four hosts of half a core that multiplied matrices for w and summed 64 to 256 KiB
+over 2,000 Mbit/s lost, for w of 3, 5, 7, 10, 15 and 60 ms, 0.2 to 0.6, 0.6 to 0.7, 0.9, 1.4 to 2.8, 1.6 to 2.6 and 2.3
+to 3.6 ms a sum (B is 2.5 ms); 0 to 1 MiB at 500 Mbit/s the same, within 1.7 ms (docs/reports/hybrid.md).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from benchmarks.hybrid.quota import Quota
+from jhpt.core.plan import Plan
+from jhpt.planner.cost.estimate import stage_layers
+from jhpt.planner.cost.layers import strategy_of
+from jhpt.planner.cost.model import CostModel
+
+
+def lost_seconds(plan: Plan, model: CostModel, quota: Quota, slower: float) -> float:
+    """Seconds that a step of a plan of one stage loses.  slower: seconds of computation over those of `model`."""
+    if quota.period == 0:
+        return 0.0
+    most = max(quota.of(host) * (1 - quota.of(host)) for host in range(plan.devices)) * quota.period
+    before = (slower * seconds for seconds in computed_before_collectives(plan, model))
+    return sum(most * min(1.0, seconds / quota.period) ** 2 for seconds in before)
+
+
+def computed_before_collectives(plan: Plan, model: CostModel) -> Iterator[float]:
+    """Seconds of computation between each large collective of a step and the one before, as compiled programs have
+    them.
+
+    Layers on tensor ranks sum their output, and the gradient of their input (`sums_of`).  The head's ranks also look
+    for the largest logits and sum exponentials.  Between layers of different degree, rows are gathered on the way to
+    the higher one, forward or backward.  XLA joins the sums of all gradients at the end.  Left out: those that no
+    computation is before, of a micro-batch's rows, and of the gradients of layers of another degree.
+    """
+    (layers,) = stage_layers(plan, 0, strategy_of(plan), model)
+    degrees = plan.stages[0].chunks[0].tensor
+    sums = sums_of(model)
+    since = 0.0
+
+    def passed(seconds: float, count: int) -> Iterator[float]:
+        """A pass of a layer with so many collectives, each after an equal part of it."""
+        nonlocal since
+        for _ in range(count):
+            yield since + seconds / count
+            since = 0.0
+        since += 0.0 if count else seconds
+
+    for _ in range(plan.micro_batches):
+        for layer, tensor in enumerate(degrees):
+            yield from passed(0.0, int(layer > 0 and tensor > degrees[layer - 1]))
+            yield from passed(layers.forward[layer], sums[0][layer] if tensor > 1 else 0)
+        for layer, tensor in reversed(list(enumerate(degrees))):
+            yield from passed(layers.backward[layer], sums[1][layer] if tensor > 1 else 0)
+            yield from passed(0.0, int(layer > 0 and tensor < degrees[layer - 1]))
+    if min(degrees) < plan.devices:
+        yield since
+
+
+def sums_of(model: CostModel) -> tuple[list[int], list[int]]:
+    """Of every layer on tensor ranks, the collectives of (a forward pass, a backward pass).
+
+    Profiles count a gather as half a sum; it is one collective.
+    """
+    kinds = [model.profile.kinds[name] for name in model.profile.layers]
+    forward = [math.ceil(kind.tensor_forward_bytes / kind.boundary_bytes) for kind in kinds[:-1]]
+    backward = [
+        math.ceil(kind.tensor_backward_bytes / before.boundary_bytes) for before, kind in itertools.pairwise(kinds)
+    ]
+    return [*forward, 2], [0, *backward]
