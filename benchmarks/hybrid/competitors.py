@@ -5,7 +5,7 @@ A competitor with several plans at a rate has candidates, of which a trial on th
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,8 @@ class Prices:
     """What plans take at one rate.
 
     model: prices those of one program.  pipeline: of these, such with several stages; None: `model` does.
-    general, dispatch: those with a program for each stage; None: there are none.
+    general, dispatch: those with a program for each stage; None: there are none.  alone: `Quota.alone` by the number
+    of rows of a pass; empty: 1.
     """
 
     rate: float
@@ -70,6 +71,7 @@ class Prices:
     pipeline: CostModel | None = None
     general: CostModel | None = None
     dispatch: Dispatch | None = None
+    alone: Mapping[int, float] = field(default_factory=dict)
 
     def at(self, pace: Mapping[int, float]) -> "Prices":
         """The same where layers take so many times as long, by number of rows."""
@@ -87,12 +89,24 @@ class Prices:
     def _seconds(self, name: str, plan: Plan) -> float:
         if plan.space == "general":
             assert self.general is not None
-            return predicted_seconds(plan, self.general, self.quota, self.dispatch)
+            return predicted_seconds(plan, self.general, self._quota(plan), self.dispatch)
         model = self.pipeline if self.pipeline is not None and len(plan.stages) > 1 else self.model
         if name == SHORT:
             profile = model.profile.model_copy(update={"bytes_per_weight": 2})
             model = CostModel(profile, model.cluster, others=model.others)
-        return predicted_seconds(plan, model, self.quota)
+        return predicted_seconds(plan, model, self._quota(plan))
+
+    def _quota(self, plan: Plan) -> Quota:
+        """The quota of hosts that compute the rows of a replica."""
+        if not self.alone:
+            return self.quota
+        rows = plan.batch / plan.micro_batches * len(plan.stages) / plan.devices
+        return replace(self.quota, alone=between(self.alone, rows))
+
+
+def between(known: Mapping[int, float], rows: float) -> float:
+    """What is known of some numbers of rows, for any: linear between them."""
+    return float(np.interp(rows, sorted(known), [known[each] for each in sorted(known)]))
 
 
 def _at(pace: Mapping[int, float], model: CostModel) -> CostModel:
@@ -111,8 +125,7 @@ def _at(pace: Mapping[int, float], model: CostModel) -> CostModel:
 
 
 def _slower(timing: Timing, pace: Mapping[int, float]) -> Timing:
-    """Between the numbers of rows that were timed, the pace is linear."""
-    ratios = np.interp(timing.batches, sorted(pace), [pace[rows] for rows in sorted(pace)])
+    ratios = np.array([between(pace, rows) for rows in timing.batches])
     passes = {way: tuple(map(float, ratios * getattr(timing, way))) for way in ("forward", "backward")}
     return timing.model_copy(update=passes)
 

@@ -49,8 +49,8 @@ begins."""
 ROTATION_S = 5.0
 """Seconds for which a host calls layers in rotation in each of `Task.layer_rounds`."""
 
-ALONE_ROUNDS = 2
-"""How often one host times its layers alone: only the sum of all of them counts."""
+ALONE_ROUNDS = 3
+"""How often one host times its layers alone, and all hosts do so in turn with it."""
 
 PACE_ROUNDS = 3
 """How often programs are timed to see how fast hosts compute at the moment."""
@@ -60,6 +60,16 @@ EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
 
 CROSSING_BYTES = 1 << 20
 """Bytes of a message that meets another one."""
+
+MEETINGS, MATRIX, PRODUCTS = 16, 192, 64
+"""Computations and sums in a row, rows of the matrices that are multiplied, and products of a computation that tells
+how long one takes, about 0.1 ms on half a core."""
+
+MET_BYTES = (4, 1 << 16, 1 << 18)
+"""Bytes of an array that hosts sum when they meet."""
+
+COMPUTED_S = (0.003, 0.006, 0.01, 0.03)
+"""Seconds of computation before, about."""
 
 MOST_MICRO_BATCHES = 32
 """The most micro-batches of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of
@@ -87,31 +97,46 @@ class Pace:
         """By number of rows, what they take now over what they took then, the geometric mean over programs and hosts.
         It lifts the limit of links."""
         hosts.limit(None)
-        found = typical_seconds(self.calls, PACE_ROUNDS)
-        ratios: dict[int, list[float]] = {}
-        for name in self.calls:
-            ratios.setdefault(rows_of(name), []).append(found[name] / self.seconds[name])
-        everyone = hosts.everyone([statistics.geometric_mean(its) for its in ratios.values()])
-        return dict(zip(ratios, map(statistics.geometric_mean, zip(*everyone, strict=True)), strict=True))
+        mine = _by_rows(typical_seconds(self.calls, PACE_ROUNDS), self.seconds)
+        everyone = hosts.everyone(list(mine.values()))
+        return dict(zip(mine, map(statistics.geometric_mean, zip(*everyone, strict=True)), strict=True))
+
+    def alone(self, hosts: Hosts[Task]) -> dict[int, float]:
+        """By number of rows, how many times as fast the first host is while the others wait, never below 1.
+
+        Both are timed in turn, so that a change of the machine's pace is not taken for it.
+        """
+        found = list[dict[int, float]]()
+        for _ in range(ALONE_ROUNDS):
+            hosts.wait()
+            together = typical_seconds(self.calls, 1)
+            hosts.wait()
+            found.append(_by_rows(together, typical_seconds(self.calls, 1) if hosts.rank == 0 else together))
+        most = [max(1.0, statistics.median(each[rows] for each in found)) for rows in found[0]]
+        return dict(zip(found[0], hosts.everyone(most)[0], strict=True))
 
 
-def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], float, Pace]:
-    """(seconds of all programs of layers, of every host; how many times as fast the first host runs them alone; some
-    of these programs, with which to see later how fast the hosts compute then).
+def _by_rows(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[int, float]:
+    """Seconds of calls over other seconds of them: by number of rows the geometric mean."""
+    ratios: dict[int, list[float]] = {}
+    for name, each in seconds.items():
+        ratios.setdefault(rows_of(name), []).append(each / others[name])
+    return {rows: statistics.geometric_mean(each) for rows, each in ratios.items()}
 
-    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.  Then
-    the first host times all of them again while the others wait.
+
+def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], Pace]:
+    """(seconds of all programs of layers, of every host; those with which to see how fast the hosts compute alone, and
+    later).
+
+    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
     """
     hosts.free()
     calls = _calls(hosts, subject)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
     mine = typical_seconds(calls, hosts.task.layer_rounds)
-    together = hosts.everyone(_of_layers(mine))
-    alone = _of_layers(typical_seconds(calls, ALONE_ROUNDS)) if hosts.rank == 0 else {}
-    alone = hosts.everyone(alone)[0]
     pace = Pace(calls={name: call for name, call in calls.items() if "|1|" in name}, seconds=mine)
-    return together, max(1.0, sum(together[0].values()) / sum(alone.values())), pace
+    return hosts.everyone(_of_layers(mine)), pace
 
 
 def _of_layers(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -333,6 +358,62 @@ def measured_exchange(hosts: Hosts[Task]) -> dict[str, Any]:
     hosts.limit(rate)
     samples = in_turn(hosts, calls, hosts.task.link_rounds, warmup=False)
     return {"row": "exchange", "bits_per_s": rate, "bytes": CROSSING_BYTES, "samples_s": samples}
+
+
+def measured_meetings(hosts: Hosts[Task]) -> Rows:
+    """Rows: seconds of `MEETINGS` times a computation and then an all-reduce, on the fastest links, and of both apart.
+
+    `benchmarks.hybrid.meetings` says what the two together take longer.  The computation multiplies matrices for a part
+    of a quota's period, a period, or longer.
+    """
+    mesh, spec = Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec("all")
+    place = NamedSharding(mesh, spec)
+    x = jax.make_array_from_callback((hosts.count * MATRIX, MATRIX), place, lambda _: np.ones((MATRIX, MATRIX), "f4"))
+
+    def program(size: int) -> Any:
+        """products: of each of `MEETINGS` computations.  size: numbers that are summed after each; 0: none."""
+
+        def run(x: jax.Array, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def meet(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                x, numbers = carry
+                x = jax.lax.fori_loop(0, products, lambda _, x: x @ x / MATRIX, x)
+                return x, jax.lax.psum(numbers * x[0, 0], "all") / hosts.count if size else numbers
+
+            return jax.lax.fori_loop(0, MEETINGS, meet, (x, jnp.ones(max(1, size))))
+
+        ends = (spec, PartitionSpec()), (spec, spec)
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=ends[0], out_specs=ends[1], check_vma=False))
+
+    hosts.free()
+    sizes = [count // 4 for count in MET_BYTES]
+    compiled = hosts.compiled({f"{size}": partial(program(size).lower, x, jnp.int32(0)) for size in (0, *sizes)})
+    rate = max(hosts.task.rates)
+    hosts.limit(rate)
+
+    def calls(products: Mapping[str, int]) -> dict[str, Call]:
+        return {
+            f"{size} {name}": partial(compiled[f"{size}"], x, jnp.int32(count))
+            for size in (0, *sizes)
+            for name, count in products.items()
+            if size or count
+        }
+
+    product = statistics.median(in_turn(hosts, calls({"some": PRODUCTS}), 3)["0 some"]) / MEETINGS / PRODUCTS
+    products = {"none": 0} | {f"{seconds}": max(1, round(seconds / product)) for seconds in COMPUTED_S}
+    samples = in_turn(hosts, calls(products), hosts.task.link_rounds)
+    each = {name: statistics.median(times) / MEETINGS for name, times in samples.items()}
+    return [
+        {
+            "row": "meeting",
+            "bits_per_s": rate,
+            "bytes": 4 * size,
+            "computed_s": each[f"0 {seconds}"],
+            "summed_s": each[f"{size} none"],
+            "samples_s": [sample / MEETINGS for sample in samples[f"{size} {seconds}"]],
+        }
+        for size in sizes
+        for seconds in COMPUTED_S
+    ]
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:

@@ -6,9 +6,7 @@ computed for a shorter time w seldom has used it up.  With B = r (1 - r) P as in
 
     lost = B min(1, w / P)^2    for every collective, after w seconds of computation
 
-The formula has no fitted constant.  Four hosts of half a core that multiplied matrices for w and summed 64 to 256 KiB
-over 2,000 Mbit/s lost, for w of 3, 5, 7, 10, 15 and 60 ms, 0.2 to 0.6, 0.6 to 0.7, 0.9, 1.4 to 2.8, 1.6 to 2.6 and 2.3
-to 3.6 ms a sum (B is 2.5 ms); 0 to 1 MiB at 500 Mbit/s the same, within 1.7 ms (docs/reports/hybrid.md).
+The formula has no fitted constant.  docs/reports/hybrid.md compares it with hosts that multiply matrices between sums.
 """
 
 import itertools
@@ -24,11 +22,16 @@ from jhpt.planner.cost.model import CostModel
 
 def lost_seconds(plan: Plan, model: CostModel, quota: Quota, slower: float) -> float:
     """Seconds that a step of a plan of one stage loses.  slower: seconds of computation over those of `model`."""
+    before = computed_before_collectives(plan, model)
+    return sum(lost_after(slower * seconds, quota, plan.devices) for seconds in before)
+
+
+def lost_after(computed: float, quota: Quota, hosts: int) -> float:
+    """Seconds that so many hosts lose in a collective after so many seconds of computation."""
     if quota.period == 0:
         return 0.0
-    most = max(quota.of(host) * (1 - quota.of(host)) for host in range(plan.devices)) * quota.period
-    before = (slower * seconds for seconds in computed_before_collectives(plan, model))
-    return sum(most * min(1.0, seconds / quota.period) ** 2 for seconds in before)
+    most = max(quota.of(host) * (1 - quota.of(host)) for host in range(hosts)) * quota.period
+    return most * min(1.0, computed / quota.period) ** 2
 
 
 def computed_before_collectives(plan: Plan, model: CostModel) -> Iterator[float]:

@@ -30,6 +30,7 @@ from benchmarks.hybrid.costs import (
     Pace,
     measured_exchange,
     measured_links,
+    measured_meetings,
     measured_quota,
     measured_seconds,
     paces_of,
@@ -107,9 +108,9 @@ def _priced(
     hosts: Hosts[Task], subject: Subject, links: Mapping[float, Link], quota: Quota, dispatch: Dispatch | None
 ) -> tuple[dict[float, Prices], Pace, Rows]:
     """(this host's prices at every rate, how fast hosts computed when layers were timed, rows of layers)."""
-    by_host, alone, pace = measured_seconds(hosts, subject)
+    by_host, pace = measured_seconds(hosts, subject)
+    alone = pace.alone(hosts)
     of_stages = seconds_in_rotation(hosts, subject) if dispatch is not None else None
-    quota = replace(quota, alone=alone)
     if quota.shares:
         assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"
         profiles, rows = profiles_by_share(subject, by_host, quota.shares)
@@ -117,7 +118,8 @@ def _priced(
         apart, more = profiles_by_share(subject, of_stages, quota.shares)
         rows += [*_in_rotation(more), {"row": "paces", "model": subject.name, "alone": alone}]
         kinds = profiles, looped, apart
-        return {rate: prices_by_speed(kinds, link, rate, quota, dispatch) for rate, link in links.items()}, pace, rows
+        found = {rate: prices_by_speed(kinds, link, rate, quota, dispatch) for rate, link in links.items()}
+        return {rate: replace(prices, alone=alone) for rate, prices in found.items()}, pace, rows
     profile, rows = profile_of(subject, by_host)
     quota = replace(quota, paces=paces_of(by_host))
     rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
@@ -128,7 +130,8 @@ def _priced(
         rows += _in_rotation(more)
         general = passes, dispatch
     pipeline, _ = profile_of(subject, by_host, loops=True)
-    return prices_by_rate(profile, links, quota, hosts.count, general, pipeline), pace, rows
+    found = prices_by_rate(profile, links, quota, hosts.count, general, pipeline)
+    return {rate: replace(prices, alone=alone) for rate, prices in found.items()}, pace, rows
 
 
 def _in_rotation(rows: Rows) -> Rows:
@@ -234,7 +237,7 @@ def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
     if hosts.task.models:
         quota = measured_quota(hosts)
-        rows += [{"row": "quota", **asdict(quota)}, measured_exchange(hosts)]
+        rows += [{"row": "quota", **asdict(quota)}, measured_exchange(hosts), *measured_meetings(hosts)]
         dispatch = measured_dispatch(hosts) if hosts.task.general else None
         if dispatch is not None:
             rows.append({"row": "dispatch", **asdict(dispatch)})

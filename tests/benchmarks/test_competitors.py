@@ -346,22 +346,37 @@ def test_a_baseline_that_is_not_the_best_would_be_seen():
         best_of_trials([*tried, {"row": "step", **row, "plan": "a"}])
 
 
-@pytest.mark.parametrize(("slower", "alone_s", "gain"), [(3.0, 0.8, 1.25), (0.5, 1.1, 1.0)])
-def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower, alone_s, gain):
-    """And alone the first host is as many times as fast as it was while both computed, never slower."""
+@pytest.mark.parametrize("slower", [3.0, 0.5])
+def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
     subject = SUBJECTS["mlp"]()
     names = [f"{kind}|1|{batch}" for kind in subject.profile().kinds for batch in (4, 8)]
     seconds = {f"{name} {way}": 1.0 for name in names for way in ("forward", "backward")} | {"update": 1.0}
-    monkeypatch.setattr(costs, "_calls", lambda *_: {})
-    took = iter([seconds, {name: alone_s * each for name, each in seconds.items()}])
-    monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(next(took)))
-    by_host, alone, _ = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
-    assert alone == pytest.approx(gain)
+    monkeypatch.setattr(costs, "_calls", lambda *_: {**dict.fromkeys(seconds, lambda: None), "last|2|4 both": None})
+    monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(seconds))
+    by_host, pace = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    assert set(pace.calls) == seconds.keys() - {"update"}
     profile, rows = profile_of(subject, by_host)
     most = max(1.0, slower)
     assert {row["forward_s"] for row in rows} == {most} and {row["both_s"] for row in rows} == {2 * most}
     assert profile.update_seconds * profile.parameters == pytest.approx(most)
     assert paces_of(by_host) == pytest.approx((1.0 / most, slower / most))
+
+
+def test_a_host_alone_is_timed_in_turn_with_all(monkeypatch):
+    """A machine that becomes twice as fast after each time leaves the ratio of its median round.  Other hosts do not
+    time anything alone, and nobody gets slower by being alone."""
+    calls = {f"{kind}|1|{rows} forward": (lambda: None) for kind in ("first", "block") for rows in (8, 2)}
+    times = iter([(8.0, 8.0), (6.0, 9.0), (4.0, 4.0), (2.0, 4.0), (2.0, 2.0), (1.0, 2.5)])
+
+    def seconds(calls, rounds):
+        of = dict(zip((8, 2), next(times), strict=True))
+        return {name: of[costs.rows_of(name)] for name in calls}
+
+    monkeypatch.setattr(costs, "typical_seconds", seconds)
+    assert costs.Pace(calls=calls, seconds={}).alone(Two(4.0)) == pytest.approx({8: 2.0, 2: 1.0})
+    times, other = iter([(8.0, 8.0), (4.0, 4.0), (2.0, 2.0)]), Two(4.0)
+    other.rank = 1
+    assert costs.Pace(calls=calls, seconds={}).alone(other) == pytest.approx({8: 1.0, 2: 1.0})
 
 
 def test_the_pace_of_a_machine_is_that_of_its_layers_now(monkeypatch):

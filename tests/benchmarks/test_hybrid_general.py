@@ -127,8 +127,8 @@ def test_a_slower_machine_takes_longer_for_layers_and_no_longer_for_links(name):
         assert one.predicted < later.predicted <= 1.251 * one.predicted, one.name
 
 
-def test_passes_of_few_rows_have_a_pace_of_their_own():
-    """One host takes 1.5 times as long for 64 rows, twice as long for 128 and more."""
+def test_passes_of_few_rows_have_a_pace_and_a_gain_of_their_own():
+    """One host takes 1.5 times as long for 64 rows, twice as long for 128 and more; or gains as much by being alone."""
     subject = SUBJECTS["mlp"]()
     profile = timed(subject.profile())
     timing = Timing(batches=(64.0, 128.0, 512.0), forward=(0.01, 0.02, 0.03), backward=(0.02, 0.04, 0.06))
@@ -139,6 +139,8 @@ def test_passes_of_few_rows_have_a_pace_of_their_own():
     for rows, pace in ((64, 1.5), (128, 2.0), (512, 2.0)):
         plan = plan_of(6, 1, "1f1b").model_copy(update={"batch": 2048, "micro_batches": 2048 // rows})
         assert later.seconds(plan) == pytest.approx(pace * prices.seconds(plan))
+        gains = replace(prices, alone={64: 1.5, 128: 2.0}).seconds(plan)
+        assert gains == pytest.approx(prices.seconds(plan) / pace)
     kind = later.model.profile.kinds["block"]
     between = [(1.5 * few + 2.0 * many) / 2 for few, many in zip(timing.at(64), timing.at(128), strict=True)]
     assert kind.seconds(96, 1) == pytest.approx(between)

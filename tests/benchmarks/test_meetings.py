@@ -3,12 +3,14 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks.hybrid.costs import cluster_of
+from benchmarks.hybrid import costs
+from benchmarks.hybrid.costs import MET_BYTES, cluster_of, measured_meetings
 from benchmarks.hybrid.meetings import computed_before_collectives, lost_seconds
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.steps import traced
@@ -75,3 +77,39 @@ def test_a_host_that_computed_for_a_period_loses_what_a_period_leaves():
     assert lost_seconds(plan, model, replace(quota, share=1.0), 1.0) == 0.0
     mixed = replace(quota, share=1.0, period=computed, shares=(1.0, 1.0, 0.5, 0.5))
     assert lost_seconds(plan, model, mixed, 1.0) == pytest.approx(0.25 * computed)
+
+
+def test_meetings_are_measured_together_and_apart(monkeypatch):
+    """A product that takes 1 ms is multiplied 3 times for 3 ms; seconds are those of each of the meetings in a row."""
+    limits, asked = [], []
+
+    def in_turn(hosts, calls, rounds):
+        asked.append({name: int(call.args[1]) for name, call in calls.items()})
+        for name, call in calls.items():
+            x, numbers = call()
+            size = int(name.split()[0])
+            assert x.shape == (len(jax.devices()) * 192, 192) and numbers.size == len(jax.devices()) * max(1, size)
+            np.testing.assert_allclose(numbers, 1.0, rtol=1e-6)
+        return {name: [16 * (0.001 * count + 1e-8 * int(name.split()[0]))] * 3 for name, count in asked[-1].items()}
+
+    monkeypatch.setattr(costs, "in_turn", in_turn)
+    monkeypatch.setattr(costs, "COMPUTED_S", (0.003, 0.0301))
+    monkeypatch.setattr(costs, "PRODUCTS", 2)
+    hosts = SimpleNamespace(
+        task=SimpleNamespace(rates=(5e8, 1e8), link_rounds=3),
+        count=len(jax.devices()),
+        free=lambda: limits.append(None),
+        limit=limits.append,
+        compiled=lambda programs: {name: lower().compile() for name, lower in programs.items()},
+    )
+    rows = measured_meetings(hosts)
+    assert limits == [None, 5e8] and {row["bits_per_s"] for row in rows} == {5e8}
+    assert asked[0] == {f"{count // 4} some": 2 for count in (0, *MET_BYTES)}
+    assert {count for name, count in asked[1].items() if name.endswith(" 0.0301")} == {30}
+    assert asked[1]["1 none"] == 0 and "0 none" not in asked[1] and asked[1]["0 0.003"] == 3
+    assert [row["bytes"] for row in rows] == [count for count in MET_BYTES for _ in range(2)]
+    assert [row["computed_s"] for row in rows] == pytest.approx([0.003, 0.03] * len(MET_BYTES))
+    for row in rows:
+        summed = 1e-8 * row["bytes"] / 4
+        assert row["summed_s"] == pytest.approx(summed)
+        assert row["samples_s"] == pytest.approx([row["computed_s"] + summed] * 3)
