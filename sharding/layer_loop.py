@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jhpt.core.plan import Plan
 from jhpt.sharding import stacks
-from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
+from jhpt.sharding.layer_vjp import Saved, SavedOfLayers, SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
 from jhpt.sharding.ordering import after
 from jhpt.sharding.recompute import everything
@@ -74,7 +74,7 @@ class Passed:
 
     split: SplitLayer
     context: RowContext
-    saved: Any
+    saved: SavedOfLayers
     fetched: Any = None
     ready: tuple[Any, ...] = ()
     close: Callable[[jax.Array], tuple[Any]] | None = None
@@ -109,7 +109,7 @@ class LayerLoop:
         x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
         return x, replace(passed, close=close)
 
-    def resumed(self, params: Tree, x: jax.Array, context: RowContext, saved: Any) -> Passed:
+    def resumed(self, params: Tree, x: jax.Array, context: RowContext, saved: SavedOfLayers) -> Passed:
         """What `forward` returned, from what it saved in another program; x: the input, for its shape."""
         assert isinstance(self.stream, UnchunkedSamples), "sample chunks end within one program"
         assert not self.prefetch and not self.keep_fetched, "fetched parameters are not saved"
@@ -156,6 +156,7 @@ class LayerLoop:
     def _backward(self, params: Tree, passed: Passed, error: Activation, total: Tree | None) -> tuple[Any, Activation]:
         split, context = passed.split, passed.context
         if self.unroll:
+            assert isinstance(passed.saved, list), "unrolled layers save one by one"
             gradients = []
             for at in reversed(range(self.count)):
                 inputs = self._fetched(params, at), (context, jnp.int32(self.first + at))

@@ -21,6 +21,9 @@ LayerFunction = Callable[[Any, Any, Any], Any]
 Saved = tuple[jax.Array, ...]
 """Saved activations: of one layer and micro-batch, or stacked."""
 
+SavedOfLayers = list[Saved] | Saved
+"""Saved activations of several layers: by layer, or stacked."""
+
 
 @dataclass(frozen=True)
 class SplitLayer:

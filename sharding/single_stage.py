@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.sharding.layer_loop import LayerLoop, Passed
+from jhpt.sharding.layer_vjp import SavedOfLayers
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.ordering import after
@@ -128,7 +129,9 @@ class OneStage:
             passed.append(of_run)
         return self._between(x, degree, self.head_degree), passed
 
-    def resumed(self, params: Params, x: jax.Array, context: RowContext, saved: Sequence[Any]) -> list[Passed]:
+    def resumed(
+        self, params: Params, x: jax.Array, context: RowContext, saved: Sequence[SavedOfLayers]
+    ) -> list[Passed]:
         """What `blocks_forward` passed on, from what it saved in another program; x: for its shape."""
         degree, passed = self.embed_degree, []
         for run, of_run in zip(self.runs, saved, strict=True):

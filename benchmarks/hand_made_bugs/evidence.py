@@ -333,6 +333,27 @@ BUGS = (
         tests=("tests/benchmarks/test_hybrid_general.py", "-k", "slower_machine"),
     ),
     Bug(
+        name="benchmarks: hosts that meet lose as much after a moment of computation as after a period",
+        file="benchmarks/hybrid/meetings.py",
+        right="most * min(1.0, computed / quota.period) ** 2",
+        wrong="most",
+        tests=("tests/benchmarks/test_meetings.py", "-k", "computed_for_a_period"),
+    ),
+    Bug(
+        name="benchmarks: tensor ranks do not meet in the backward pass",
+        file="benchmarks/hybrid/meetings.py",
+        right="passed(layers.backward[layer], sums[1][layer] if tensor > 1 else 0)",
+        wrong="passed(layers.backward[layer], 0)",
+        tests=("tests/benchmarks/test_meetings.py", "-k", "compiled_step"),
+    ),
+    Bug(
+        name="benchmarks: a machine that became faster counts as a host alone",
+        file="benchmarks/hybrid/costs.py",
+        right="statistics.median(each[rows] for each in found)",
+        wrong="max(each[rows] for each in found)",
+        tests=("tests/benchmarks/test_competitors.py", "-k", "in_turn_with_all"),
+    ),
+    Bug(
         name="benchmarks: a plan is slower or faster than its own program",
         file="benchmarks/hybrid/run.py",
         right="1.0 if self.alike(other, ours, launch) else ratio",

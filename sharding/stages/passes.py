@@ -18,7 +18,7 @@ With samples by speed a pass has a branch for every number of rows, and each dat
 have room for the most rows: what a rank with fewer leaves or takes is padded or cut.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -29,16 +29,23 @@ from jax.sharding import PartitionSpec
 
 from jhpt.sharding.accumulation import Passes
 from jhpt.sharding.compression.step import CompressedReduction
+from jhpt.sharding.layer_vjp import SavedOfLayers
 from jhpt.sharding.model_parts import added
 from jhpt.sharding.norms import GradientNorms
 from jhpt.sharding.parameters import ParameterStorage
 from jhpt.sharding.single_stage import OneStage
 from jhpt.sharding.stages.layout import EMBEDDING, PlacedChunk
 from jhpt.sharding.step import Execution
-from jhpt.sharding.types import Batch, Gradients, Params, RowContext, Specs, StoredParams
+from jhpt.sharding.types import Batch, Gradients, LossSums, Params, RowContext, Specs, StoredParams
 from jhpt.sharding.zero import summed_together
 
 T = TypeVar("T")
+
+X = jax.Array | None
+"""x of the first block, or its gradient; None where x is embedded in the chunk."""
+
+SavedOfRuns = list[SavedOfLayers]
+"""Saved activations of each run of blocks."""
 
 WHOLE = PartitionSpec()
 
@@ -47,8 +54,8 @@ class ChunkBatch(NamedTuple):
     """The batch of a step on one stage: rows, a tree of [micro-batches, room, ...]; ids: [micro-batches, room], the
     number of every row in the global batch, from which it draws."""
 
-    rows: Any
-    ids: Any
+    rows: Batch
+    ids: jax.typing.ArrayLike
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +97,9 @@ class ChunkPrograms:
     def forward(self) -> "jax.stages.Wrapped":
         """(parameters, x, batch, key, micro-batch) -> (y, what the backward pass needs); the first chunk takes no x."""
 
-        def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
+        def run(
+            params: Params, x: X, batch: ChunkBatch, key: jax.Array, at: jax.Array
+        ) -> tuple[jax.Array, SavedOfRuns]:
             y, saved = self._of_own_rows(partial(self._forward, params), x, *self._micro_batch(batch, key, at))
             return y, _one(saved)
 
@@ -114,8 +123,14 @@ class ChunkPrograms:
 
     def _backward_program(self, stage: OneStage) -> "jax.stages.Wrapped":
         def run(
-            total: Any, params: Any, saved: Any, error: jax.Array, batch: Any, key: jax.Array, at: jax.Array
-        ) -> tuple[Any, Any, Any]:
+            total: Gradients,
+            params: Params,
+            saved: SavedOfRuns,
+            error: jax.Array,
+            batch: ChunkBatch,
+            key: jax.Array,
+            at: jax.Array,
+        ) -> tuple[Gradients, X, LossSums | None]:
             its = partial(self._backward, stage, _its(total), params, _its(saved))
             total, down, sums = self._of_own_rows(its, error, *self._micro_batch(batch, key, at))
             return _one(total), down, _one(sums)
@@ -127,8 +142,8 @@ class ChunkPrograms:
     def evaluate(self) -> "jax.stages.Wrapped":
         """(parameters, x, batch, key, micro-batch) -> y, or the last chunk's sums."""
 
-        def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> Any:
-            def evaluated(x: Any, rows: Batch, context: RowContext) -> Any:
+        def run(params: Params, x: X, batch: ChunkBatch, key: jax.Array, at: jax.Array) -> jax.Array | LossSums:
+            def evaluated(x: X, rows: Batch, context: RowContext) -> jax.Array | LossSums:
                 y, _ = self._forward(params, x, rows, context)
                 return self._stage.head_loss(params, y, rows, context) if self.placed.heads else y
 
@@ -142,7 +157,7 @@ class ChunkPrograms:
     def finish(self) -> "jax.stages.Wrapped":
         """Gradients of all micro-batches -> gradients, summed over the replicas, stored like the parameters."""
 
-        def run(total: Any) -> Gradients:
+        def run(total: Gradients) -> Gradients:
             return self._parameters.reduced(_its(total), self._specs)
 
         return self._jitted(self._mapped(run, (self._own,), self._specs), donate_argnums=0)
@@ -152,7 +167,7 @@ class ChunkPrograms:
         """(gradients, sums of all micro-batches) -> [1 + sums]: the square of their norm, without that of copies, and
         of the last chunk the sums over the batch."""
 
-        def program(gradients: Gradients, sums: Any) -> jax.Array:
+        def program(gradients: Gradients, sums: Sequence[LossSums]) -> jax.Array:
             own = gradients if self.placed.embeds else {k: v for k, v in gradients.items() if k != EMBEDDING}
             square = jnp.square(GradientNorms(layout=self.placed.layout, tied=None).norm(own))
             return jnp.concatenate([square[None], self._summed(sums)]) if self.placed.heads else square[None]
@@ -166,10 +181,11 @@ class ChunkPrograms:
 
     # What is inside of them.
 
-    def _forward(self, params: Params, x: Any, rows: Batch, context: RowContext) -> tuple[jax.Array, list[Any]]:
+    def _forward(self, params: Params, x: X, rows: Batch, context: RowContext) -> tuple[jax.Array, SavedOfRuns]:
         """(y, saved activations) of these rows; x: None if they are embedded here."""
         if self.placed.embeds:
             x = self._stage.embedded(params, rows, context)[0]
+        assert x is not None, "a chunk that does not embed is given x"
         y, passed = self._stage.blocks_forward(params, x, context)
         return y, [of_run.saved for of_run in passed]
 
@@ -178,11 +194,11 @@ class ChunkPrograms:
         stage: OneStage,
         total: Gradients,
         params: Params,
-        saved: Any,
+        saved: SavedOfRuns,
         error: jax.Array,
         rows: Batch,
         context: RowContext,
-    ) -> tuple[Gradients, jax.Array | None, Any]:
+    ) -> tuple[Gradients, X, LossSums | None]:
         """(gradients with those of these rows, error for the chunk before, sums of the last chunk)."""
         entering = self._entering(params, rows, context)
         gradient: Gradients = {}
@@ -214,10 +230,10 @@ class ChunkPrograms:
         result: T = jax.lax.switch(which, list(map(branch, counts)), *rows)
         return result
 
-    def _summed(self, sums: Any) -> jax.Array:
+    def _summed(self, sums: Sequence[LossSums]) -> jax.Array:
         axes = self.placed.device_mesh.axes(self.placed.exit).data
 
-        def run(sums: Any) -> jax.Array:
+        def run(sums: Sequence[LossSums]) -> jax.Array:
             added_up = [sum(leaves[1:], leaves[0]) for leaves in zip(*map(jax.tree.leaves, sums), strict=True)]
             return jnp.stack(summed_together([leaf[0] for leaf in added_up], axes))
 
@@ -229,7 +245,7 @@ class ChunkPrograms:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
         return rows, self.execution.parts[self.placed.device_mesh.degrees[0]].context(rows, keys)
 
-    def _entering(self, params: Any, rows: Batch, context: RowContext) -> Any:
+    def _entering(self, params: Params, rows: Batch, context: RowContext) -> Any:
         """x before the first block, for its shape on one device."""
         if self.entering is None:
             return jax.eval_shape(lambda params: self._stage.embedded(params, rows, context)[0], params)
@@ -332,16 +348,19 @@ def _padded_to(whole: Any, tree: T) -> T:
     return result
 
 
-def _cut_to(part: Any, tree: Any) -> Any:
+def _cut_to(part: Any, tree: T) -> T:
     """The first entries of arrays, as many as those of the tree `part` have."""
-    return jax.tree.map(lambda like, leaf: leaf[tuple(map(slice, like.shape))], part, tree)
+    result: T = jax.tree.map(lambda like, leaf: leaf[tuple(map(slice, like.shape))], part, tree)
+    return result
 
 
-def _one(tree: Any) -> Any:
+def _one(tree: T) -> T:
     """Arrays of one device, to become [devices, ...]."""
-    return jax.tree.map(lambda leaf: leaf[None], tree)
+    result: T = jax.tree.map(lambda leaf: leaf[None], tree)
+    return result
 
 
-def _its(tree: Any) -> Any:
+def _its(tree: T) -> T:
     """Arrays of one device, from [devices, ...]."""
-    return jax.tree.map(lambda leaf: leaf[0], tree)
+    result: T = jax.tree.map(lambda leaf: leaf[0], tree)
+    return result

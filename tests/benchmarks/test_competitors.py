@@ -363,10 +363,10 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
 
 
 def test_a_host_alone_is_timed_in_turn_with_all(monkeypatch):
-    """A machine that becomes twice as fast after each time leaves the ratio of its median round.  Other hosts do not
-    time anything alone, and nobody gets slower by being alone."""
+    """A machine that gets faster in one round does not change the ratio, the median of three.  Other hosts do not time
+    anything alone, and nobody gets slower by being alone."""
     calls = {f"{kind}|1|{rows} forward": (lambda: None) for kind in ("first", "block") for rows in (8, 2)}
-    times = iter([(8.0, 8.0), (6.0, 9.0), (4.0, 4.0), (2.0, 4.0), (2.0, 2.0), (1.0, 2.5)])
+    times = iter([(8.0, 8.0), (2.0, 9.0), (4.0, 4.0), (2.0, 4.0), (2.0, 2.0), (1.0, 2.5)])
 
     def seconds(calls, rounds):
         of = dict(zip((8, 2), next(times), strict=True))
