@@ -58,6 +58,10 @@ class ChunkBatch(NamedTuple):
     ids: jax.typing.ArrayLike
 
 
+Given = tuple[ChunkBatch, jax.Array, jax.Array]
+"""Batch, key and the number of the micro-batch."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChunkPrograms:
     """The programs of one chunk.  execution: of its layout.  stored: shapes of its stored parameters."""
@@ -97,10 +101,8 @@ class ChunkPrograms:
     def forward(self) -> "jax.stages.Wrapped":
         """(parameters, x, batch, key, micro-batch) -> (y, what the backward pass needs); the first chunk takes no x."""
 
-        def run(
-            params: Params, x: X, batch: ChunkBatch, key: jax.Array, at: jax.Array
-        ) -> tuple[jax.Array, SavedOfRuns]:
-            y, saved = self._of_own_rows(partial(self._forward, params), x, *self._micro_batch(batch, key, at))
+        def run(params: Params, x: X, *given: *Given) -> tuple[jax.Array, SavedOfRuns]:
+            y, saved = self._of_own_rows(partial(self._forward, params), x, *self._micro_batch(*given))
             return y, _one(saved)
 
         return self._jitted(self._mapped(run, (self._read_specs, self._x, *self._given), (self._y, self._own)))
@@ -123,16 +125,10 @@ class ChunkPrograms:
 
     def _backward_program(self, stage: OneStage) -> "jax.stages.Wrapped":
         def run(
-            total: Gradients,
-            params: Params,
-            saved: SavedOfRuns,
-            error: jax.Array,
-            batch: ChunkBatch,
-            key: jax.Array,
-            at: jax.Array,
+            total: Gradients, params: Params, saved: SavedOfRuns, error: jax.Array, *given: *Given
         ) -> tuple[Gradients, X, LossSums | None]:
             its = partial(self._backward, stage, _its(total), params, _its(saved))
-            total, down, sums = self._of_own_rows(its, error, *self._micro_batch(batch, key, at))
+            total, down, sums = self._of_own_rows(its, error, *self._micro_batch(*given))
             return _one(total), down, _one(sums)
 
         inputs = (self._own, self._read_specs, self._own, self._y, *self._given)
@@ -142,12 +138,12 @@ class ChunkPrograms:
     def evaluate(self) -> "jax.stages.Wrapped":
         """(parameters, x, batch, key, micro-batch) -> y, or the last chunk's sums."""
 
-        def run(params: Params, x: X, batch: ChunkBatch, key: jax.Array, at: jax.Array) -> jax.Array | LossSums:
+        def run(params: Params, x: X, *given: *Given) -> jax.Array | LossSums:
             def evaluated(x: X, rows: Batch, context: RowContext) -> jax.Array | LossSums:
                 y, _ = self._forward(params, x, rows, context)
                 return self._stage.head_loss(params, y, rows, context) if self.placed.heads else y
 
-            out = self._of_own_rows(evaluated, x, *self._micro_batch(batch, key, at))
+            out = self._of_own_rows(evaluated, x, *self._micro_batch(*given))
             return _one(out) if self.placed.heads else out
 
         out = self._own if self.placed.heads else self._y
