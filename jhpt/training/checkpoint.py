@@ -163,7 +163,7 @@ class Checkpoints:
 
         Only the main process does more than wait.
         """
-        self._checkpointer.wait_until_finished()
+        self._wait()
         if not is_main() or self._config is None:
             return
         place, unfinished = self._folder / str(step), self._unfinished(step)
@@ -176,6 +176,19 @@ class Checkpoints:
                 rotate(Path(self._config.mirror), self._config)
             except OSError as error:
                 self._say(f"warning: step {step} was not copied to checkpoint.mirror: {error}")
+
+    def _wait(self) -> None:
+        """Waits for everything that Orbax is writing; raises the first of its failures, after all have ended.
+
+        Orbax raises one failure a call, and the others where nobody expects them: as the next save begins, or on
+        closing.
+        """
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception:
+            with suppress(Exception):  # they follow from the first
+                self._wait()
+            raise
 
     def settle(self) -> bool:
         """Waits until the step that is being written is on the disk; whether the last one that was begun is.

@@ -11,6 +11,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jhpt
@@ -150,6 +151,27 @@ def test_a_full_disk_does_not_end_training(tmp_path, settings, finished, monkeyp
     assert jhpt.train("gpt-tiny", overrides=settings, out=run).step == 6
     said = capsys.readouterr().out
     assert said.count("could not be written") == 2 and "No space left" in said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["6"]
+    assert same(parameters(run), parameters(finished))
+
+
+def test_files_that_fail_after_the_first_one_do_not_end_training(tmp_path, settings, finished, monkeypatch, capsys):
+    """Orbax writes what it knows of a step in a thread of its own, which may fail when the step has been given up."""
+    ends, numbers = ocp.AsyncCheckpointer._save_step_metadata, itertools.count(1)
+
+    def end_on_a_full_disk(self, directory, **metadata):
+        full = next(numbers) <= 2
+        if full:
+            shutil.rmtree(directory)
+        ends(self, directory, **metadata)
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "_save_step_metadata", end_on_a_full_disk)
+    run = tmp_path / "run"
+    assert jhpt.train("gpt-tiny", overrides=settings, out=run).step == 6
+    said = capsys.readouterr().out
+    assert said.count("could not be written") == said.count("No space left") == 2
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["6"]
     assert same(parameters(run), parameters(finished))
 
