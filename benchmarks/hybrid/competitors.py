@@ -16,7 +16,7 @@ from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.meetings import lost_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
-from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, NEARBY, PLAN, SHORT, SPMD, TRIALS, run_key
+from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, PLAN, SHORT, SPMD, TRIALS, run_key
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import stages_run
@@ -170,9 +170,7 @@ def planned(subject: Subject, by_rate: Mapping[float, Prices]) -> list[Variant]:
         found = [prices.variant(name, plan) for name, plans in sweeps.items() for plan in plans]
         found += [prices.variant(SHORT, plan) for plan in sweeps[DATA_PARALLEL]]
         spmd, apart = spmd_variants(subject, prices), general_variants(subject, prices) if prices.general else []
-        candidates = tried([*spmd, *apart], PLAN, TRIALS)
-        near = nearby_variants(candidates, prices)
-        variants += [*found, *tried(spmd, SPMD, 1), *apart[:1], *candidates, *near]
+        variants += [*found, *tried(spmd, SPMD, 1), *apart[:1], *tried([*spmd, *apart], PLAN, TRIALS)]
     return variants
 
 
@@ -210,9 +208,13 @@ def tried(variants: Sequence[Variant], name: str, count: int) -> list[Variant]:
     return [replace(variants[plans.index(plan)], name=name) for plan in chosen]
 
 
-def nearby_variants(candidates: Sequence[Variant], prices: Prices) -> list[Variant]:
-    """The plans near each of the candidates, of which those near the fastest will be tried."""
-    return [prices.variant(NEARBY, plan) for one in candidates for plan in nearby(one.plan, prices.model)]
+def with_nearby(candidates: Sequence[Variant], prices: Prices) -> list[Variant]:
+    """Candidates of one competitor, and the plans near each of them, what runs the same once."""
+    near = [prices.variant(one.name, plan) for one in candidates for plan in nearby(one.plan, prices.model)]
+    found = dict[str, Variant]()
+    for one in (*candidates, *near):
+        found.setdefault(one.key, one)
+    return list(found.values())
 
 
 def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Dispatch | None = None) -> float:

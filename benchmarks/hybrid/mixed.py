@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
-from benchmarks.hybrid.competitors import Prices, Variant, general_variants, nearby_variants, tried
+from benchmarks.hybrid.competitors import Prices, Variant, general_variants, tried
 from benchmarks.hybrid.costs import Rows, cluster_of, kind_name, profile_of
 from benchmarks.hybrid.general import Dispatch
 from benchmarks.hybrid.models import Subject
@@ -64,7 +64,7 @@ def prices_by_speed(
 
 
 def planned_by_speed(subject: Subject, prices: Prices) -> list[Variant]:
-    """The competitors at one rate, the plan by speed and what is near it last."""
+    """The competitors at one rate, the candidates of the plan by speed last."""
     variants = [
         one
         for name, plans in equal_splits(subject, prices.model).items()
@@ -74,5 +74,4 @@ def planned_by_speed(subject: Subject, prices: Prices) -> list[Variant]:
     ]
     found = general_variants(subject, prices)
     samples = [replace(one, name=SAMPLES) for one in found if one.plan.by_speed]
-    candidates = tried(found, BY_SPEED, TRIALS)
-    return [*variants, *samples[:1], *candidates, *nearby_variants(candidates, prices)]
+    return [*variants, *samples[:1], *tried(found, BY_SPEED, TRIALS)]

@@ -14,13 +14,14 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
     spmd                   the plan of one program that the planner predicts to be the best, from layers and links
                            measured on the hosts before
     general                the same of plans with a program for each stage; not with `--quick`
-    plan                   what `parallel: auto` trains with `space: both` and `trials: 4`: of four plans of either
-                           kind, those predicted to be the best, unlike ones first, the one that a trial finds to be
-                           the fastest, with the fastest of its own, half, and twice its number of micro-batches
+    plan                   what `parallel: auto` trains with `space: both` and `trials: 4`: a trial measures four plans
+                           of either kind, those predicted to be the best, unlike ones first; then the fastest of
+                           these and those at most 10 % slower, with their own, half, and twice their number of
+                           micro-batches; the fastest trains
 
 Baselines are tried before the rounds, with several numbers of micro-batches or shapes (`baselines`), and the fastest
-one as measured enters the rounds; rows of kind "trial" have the samples, those of kind "nearby" the plan's with other
-numbers of micro-batches.
+one as measured enters the rounds; rows of kind "trial" have the samples, those of kind "nearby" the second part of the
+plan's trial.
 
 All entries are named in advance, whatever comes out of them: vgg at 100, 200, 500 and 2,000 Mbit/s; mlp, gpt, bert,
 gpt2-like and bert-like at 100, 500 and 2,000.

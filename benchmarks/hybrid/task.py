@@ -26,9 +26,6 @@ of both kinds that are predicted to be the fastest, the one that a trial chooses
 TRIALS = 4
 """Plans that the planner's trial compares at each rate."""
 
-NEARBY = "nearby"
-"""The plans near each of them (`jhpt.planner.search.choice.nearby`).  The trial goes on with those of the fastest."""
-
 BY_SPEED = "by speed"
 """The plan on hosts of different quotas (`benchmarks.hybrid.mixed`), as a competitor."""
 

@@ -6,7 +6,8 @@ For each model, all hosts measure or compute:
     links      timed at every rate, and the processor time of an exchange
     plans      made from both
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
-    nearby     the planner's plan and those near it, in turn: it keeps the fastest
+    nearby     of the planner's candidates those close to the fastest and the plans near them, in turn: it keeps the
+               fastest
     pace       some layers again, before and after the steps: their prediction is for what the machine did meanwhile
     steps      of what is kept, in turn at every rate
 
@@ -25,7 +26,7 @@ from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_turn, trial
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
-from benchmarks.hybrid.competitors import Prices, Variant, planned, prices_by_rate
+from benchmarks.hybrid.competitors import Prices, Variant, planned, prices_by_rate, with_nearby
 from benchmarks.hybrid.costs import (
     Pace,
     measured_exchange,
@@ -43,10 +44,10 @@ from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import on_one_host, ready, traced
-from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, NEARBY, PLAN, SHORT, Task, run_key
+from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, PLAN, SHORT, Task
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
-from jhpt.training.trials import decided
+from jhpt.training.trials import close, decided
 
 PLANNED = {PLAN, BY_SPEED}
 """The planner's plan, as a competitor."""
@@ -66,15 +67,15 @@ def run_model(
         mine = [variant for each in prices.values() for variant in planned_by_speed(subject, each)]
     else:
         mine = planned(subject, prices)
-    # Every host has measured the links a little differently, so all use the plans of host 0.
-    variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
+    # Every host has measured the links a little differently, so all use the plans of one.
+    variants = of_first_host(hosts, mine)
     name = f"{subject.name} on mixed hosts" if quota.shares else subject.name
     by_rate = {rate: [one for one in variants if one.rate == rate] for rate in links}
-    steps = _compiled(hosts, subject, [one for one in variants if one.name not in (SHORT, NEARBY)], quota)
+    steps = _compiled(hosts, subject, [one for one in variants if one.name != SHORT], quota)
     kept, near = dict[float, list[Variant]](), dict[float, list[Variant]]()
     for rate, here in by_rate.items():
-        kept[rate], tried = fastest(hosts, here, steps)
-        near[rate] = near_the_plan(kept[rate], here)
+        kept[rate], leading, tried = fastest(hosts, here, steps)
+        near[rate] = of_first_host(hosts, with_nearby(leading, prices[rate]))
         rows += [{"row": "trial", "model": name, **row} for row in tried]
     wanted = [one for rate, here in by_rate.items() for one in (*with_repeats(kept[rate], here), *near[rate])]
     steps |= _compiled(hosts, subject, [one for one in wanted if one.key not in steps], quota)
@@ -139,11 +140,17 @@ def _in_rotation(rows: Rows) -> Rows:
     return [{**row, "row": "layer in rotation"} for row in rows]
 
 
-def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tuple[list[Variant], Rows]:
-    """(of every competitor at one rate the fastest candidate of a trial, rows of all candidates that were tried)."""
+def of_first_host(hosts: Hosts[Task], mine: Sequence[Variant]) -> list[Variant]:
+    """The first host's variants.  All hosts must call this."""
+    return [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
+
+
+def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tuple[list[Variant], list[Variant], Rows]:
+    """(of every competitor at one rate the fastest candidate of a trial, the planner's candidates that are close to its
+    fastest, rows of all candidates that were tried)."""
     candidates: dict[str, dict[str, Variant]] = {}
     for one in variants:
-        if one.key in steps and one.name != NEARBY:
+        if one.key in steps:
             candidates.setdefault(one.name, {})[one.key] = one
     rate = variants[0].rate
     hosts.limit(rate)
@@ -155,32 +162,18 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
         for key, variant in its.items()
         if len(its) > 1
     ]
-    kept = dict(found.fastest)
-    for name in PLANNED & set(kept):
-        its = candidates[name]
-        if len(its) > 1:
-            kept[name] = _decided(list(its.values()), found.samples).key
-    return [its[kept[name]] for name, its in candidates.items()], rows
-
-
-def near_the_plan(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:
-    """The planner's plan of those that were kept, and the plans near it, as its candidates."""
-    (planned,) = (one for one in kept if one.name in PLANNED)
-    count = planned.plan.micro_batches
-    near = {planned.key: planned}
-    for one in variants:
-        same = one.plan.model_copy(update={"micro_batches": count})
-        if (
-            one.name == NEARBY
-            and one.plan.micro_batches in (count // 2, 2 * count)
-            and run_key(PLAN, same) == planned.key
-        ):
-            near[one.key] = replace(one, name=planned.name)
-    return list(near.values())
+    kept, (name,) = dict(found.fastest), PLANNED & candidates.keys()
+    its = list(candidates[name].values())
+    if len(its) == 1:
+        leading = its
+    else:
+        kept[name] = _decided(its, found.samples).key
+        leading = [its[at] for at in close(_medians(its, found.samples))]
+    return [its[kept[name]] for name, its in candidates.items()], leading, rows
 
 
 def fastest_nearby(hosts: Hosts[Task], near: Sequence[Variant], steps: Steps) -> tuple[Variant, Rows]:
-    """(the fastest of the plan and those near it, rows of all of them if there are several)."""
+    """(the fastest of these candidates of the plan, rows of all of them if there are several)."""
     if len(near) == 1:
         return near[0], []
     samples = in_turn(hosts, {one.key: steps[one.key] for one in near}, hosts.task.trial_rounds, warmup=False)
@@ -189,8 +182,12 @@ def fastest_nearby(hosts: Hosts[Task], near: Sequence[Variant], steps: Steps) ->
 
 def _decided(candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]]) -> Variant:
     """As `jhpt train` decides."""
-    seconds = {at: statistics.median(samples[one.key]) for at, one in enumerate(candidates)}
-    return candidates[decided([one.plan for one in candidates], seconds)]
+    return candidates[decided([one.plan for one in candidates], _medians(candidates, samples))]
+
+
+def _medians(candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]]) -> dict[int, float]:
+    """Seconds of the candidates by their numbers."""
+    return {at: statistics.median(samples[one.key]) for at, one in enumerate(candidates)}
 
 
 def with_repeats(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:

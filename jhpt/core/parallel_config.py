@@ -31,8 +31,8 @@ class ParallelConfig(Section):
     trials: NonNegativeInt = Field(
         0,
         description="with auto: how many plans take a few steps before training, of which the one measured to be the "
-        "fastest trains: those predicted to be the fastest, of unlike kinds, and then the fastest of them with half "
-        "and with twice as many micro-batches; 0: the prediction decides",
+        "fastest trains: those predicted to be the fastest, of unlike kinds, and then the fastest of them and those "
+        "close to it with half and with twice as many micro-batches; 0: the prediction decides",
     )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")

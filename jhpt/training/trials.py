@@ -1,7 +1,7 @@
 """Trials: several plans take a few steps, and the one that is measured to be the fastest trains (`parallel.trials`).
 
-Which are tried: plans of unlike kinds (`jhpt.planner.search.choice.first_to_try`), and then the fastest of them with
-half and with twice as many micro-batches (`jhpt.planner.search.choice.nearby`).
+Which are tried: plans of unlike kinds (`jhpt.planner.search.choice.first_to_try`), and then those of them that are
+`close` to the fastest with half and with twice as many micro-batches (`jhpt.planner.search.choice.nearby`).
 
 Predictions order plans that lie within their error no better than chance, and what they do not know (another job on the
 network, a compiler that hides less communication than it could) may be worth more.  A trial knows it.  It costs
@@ -20,7 +20,7 @@ from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import Candidate, plainest
+from jhpt.planner.search.choice import Candidate, different, plainest
 from jhpt.sharding.gather import gathered
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
@@ -40,6 +40,10 @@ NOISE = 0.03
 """By how much two measurements of one plan may differ: a plan has to gain more to be worth its complication
 (`jhpt bench hybrid` measures it: what runs the same lies 3 to 11 % apart, by the machine)."""
 
+CLOSE = 0.1
+"""By how much longer than the fastest a plan may take to be tried with other numbers of micro-batches.  These gained up
+to 10 % (`jhpt bench hybrid`: gpt at 100 Mbit/s with 16 instead of 8), so a plan that is further behind cannot win."""
+
 
 def runnable(config: Config, plan: Plan, say: Callable[[str], None]) -> Plan:
     """The plan as this machine can run it.  All processes must call this.
@@ -56,15 +60,15 @@ def runnable(config: Config, plan: Plan, say: Callable[[str], None]) -> Plan:
 def fastest(config: Config, candidates: Sequence[Candidate], display: Display) -> Plan:
     """The simplest of the plans that are measured to be about as fast as the fastest.  All processes must call this.
 
-    After the candidates, the plans near the one that would be chosen of them are tried.  A plan that cannot be compiled
-    or does not fit is left out.  If no plan has been measured, because all are left out or a signal came, it is the
-    first one, as if none had been tried.
+    After the candidates, the plans near those that are `close` to the fastest are tried.  A plan that cannot be
+    compiled or does not fit is left out.  If no plan has been measured, because all are left out or a signal came, it
+    is the first one, as if none had been tried.
     """
     plans = [one.plan for one in candidates]
     measured = _measured(config, plans, 0, display)
     if not measured:
         return runnable(config, plans[0], display.say)
-    plans += candidates[decided(plans, measured)].nearby
+    plans = list(different(plans + [plan for at in close(measured) for plan in candidates[at].nearby]))
     measured |= _measured(config, plans, len(candidates), display)
     kept = decided(plans, measured)
     display.say(f"trial {kept + 1} decides: {shape_text(plans[kept])}")
@@ -87,6 +91,12 @@ def _measured(config: Config, plans: Sequence[Plan], first: int, display: Displa
         predicted = f", predicted {plan.seconds * 1e3:.1f} ms" if plan.seconds else ""
         display.say(f"trial {name}: {shape_text(plan)}: {found * 1e3:.1f} ms a step{predicted}")
     return measured
+
+
+def close(seconds: Mapping[int, float]) -> list[int]:
+    """Which of the plans that have been measured took at most `CLOSE` longer than the fastest, the fastest first."""
+    limit = (1 + CLOSE) * min(seconds.values())
+    return sorted((at for at, its in seconds.items() if its <= limit), key=lambda at: seconds[at])
 
 
 def decided(plans: Sequence[Plan], seconds: Mapping[int, float]) -> int:

@@ -384,7 +384,6 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
         "data parallel 16 bits",
         "spmd",
         "plan",
-        "nearby",
     ]
     model = CostModel(profile, cluster_of(LINK, 4))
     for variant in variants:

@@ -8,13 +8,13 @@ import pytest
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
 from benchmarks.hybrid.bubble import plan_of
-from benchmarks.hybrid.competitors import planned, prices_by_rate
+from benchmarks.hybrid.competitors import planned, prices_by_rate, with_nearby
 from benchmarks.hybrid.costs import cluster_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.mixed import planned_by_speed, prices_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota
-from benchmarks.hybrid.task import BY_SPEED, NEARBY, SAMPLES, TRIALS
+from benchmarks.hybrid.task import BY_SPEED, SAMPLES, TRIALS
 from jhpt.core.framework import Framework
 from jhpt.core.plan_check import check_stages_run
 from jhpt.core.profile import Timing
@@ -159,13 +159,15 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     profiles, rows = profiles_by_share(subject, by_host, SHARES)
     assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
     quota = replace(QUOTA, shares=SHARES)
-    everything = planned_by_speed(subject, prices_by_speed((profiles, profiles, profiles), LINK, 5e8, quota, DISPATCH))
-    equal = [one for one in everything if one.name not in (BY_SPEED, SAMPLES, NEARBY)]
+    prices = prices_by_speed((profiles, profiles, profiles), LINK, 5e8, quota, DISPATCH)
+    everything = planned_by_speed(subject, prices)
+    equal = [one for one in everything if one.name not in (BY_SPEED, SAMPLES)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS
     assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", *grids] and 1 < len(by_speed) <= TRIALS
-    near = [one for one in everything if one.name == NEARBY]
-    assert near and all(one.plan.space == "general" and one.plan.devices == 4 for one in (*by_speed, *near))
+    near = with_nearby(by_speed, prices)
+    assert len(near) > len(by_speed) and {one.name for one in near} == {BY_SPEED}
+    assert all(one.plan.space == "general" and one.plan.devices == 4 for one in near)
     (dealt,) = (one for one in everything if one.name == SAMPLES)
     samples = dealt.plan.stages[0].samples
     assert samples[0] > samples[-1] and sum(samples) * dealt.plan.micro_batches == subject.batch

@@ -30,7 +30,7 @@ from jhpt.planner.search.solve import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan to try.  nearby: what is tried next to it, should it be the fastest (`nearby`)."""
+    """A plan to try.  nearby: what is tried next to it, should it be one of the fastest (`nearby`)."""
 
     plan: Plan
     nearby: tuple[Plan, ...] = ()
@@ -97,10 +97,15 @@ def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
         if _kind(plan) not in kinds and seconds_of(plan) <= UNLIKE * seconds_of(by_seconds[0]):
             first.append(plan)
             kinds.add(_kind(plan))
-    different = dict[str, Plan]()
-    for plan in (*first, *by_seconds):
-        different.setdefault(plan.model_dump_json(exclude={"device", "seconds", "lower_bound"}), plan)
-    return tuple(different.values())[:count]
+    return different([*first, *by_seconds])[:count]
+
+
+def different(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """The plans without those that run the same as one before them."""
+    found = dict[str, Plan]()
+    for plan in plans:
+        found.setdefault(plan.model_dump_json(exclude={"device", "seconds", "lower_bound"}), plan)
+    return tuple(found.values())
 
 
 def _kind(plan: Plan) -> tuple[bool, ...]:
