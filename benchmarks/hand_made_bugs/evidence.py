@@ -348,7 +348,7 @@ BUGS = (
     ),
     Bug(
         name="benchmarks: a machine that became faster counts as a host alone",
-        file="benchmarks/hybrid/costs.py",
+        file="benchmarks/hybrid/pace.py",
         right="statistics.median(each[rows] for each in found)",
         wrong="max(each[rows] for each in found)",
         tests=("tests/benchmarks/test_competitors.py", "-k", "in_turn_with_all"),

@@ -15,6 +15,7 @@ from benchmarks.hybrid.costs import cluster_of, counts_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.meetings import lost_seconds
 from benchmarks.hybrid.models import Subject
+from benchmarks.hybrid.pace import Moment
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, PLAN, SHORT, SPMD, TRIALS, run_key
 from jhpt.core.cluster import Link
@@ -73,10 +74,11 @@ class Prices:
     dispatch: Dispatch | None = None
     alone: Mapping[int, float] = field(default_factory=dict)
 
-    def at(self, pace: Mapping[int, float]) -> "Prices":
-        """The same where layers take so many times as long, by number of rows."""
-        slower = [None if model is None else _at(pace, model) for model in (self.pipeline, self.general)]
-        return replace(self, model=_at(pace, self.model), pipeline=slower[0], general=slower[1])
+    def at(self, moment: Moment) -> "Prices":
+        """The same on hosts that compute as fast as at that moment."""
+        slower = [None if model is None else _at(moment.pace, model) for model in (self.pipeline, self.general)]
+        model = _at(moment.pace, self.model)
+        return replace(self, alone=moment.alone, model=model, pipeline=slower[0], general=slower[1])
 
     def variant(self, name: str, plan: Plan) -> Variant:
         """The variant of a plan."""

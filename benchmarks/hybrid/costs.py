@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from benchmarks.hybrid.layer_times import (
     timings,
 )
 from benchmarks.hybrid.models import Subject
+from benchmarks.hybrid.pace import Pace
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.steps import train_step
 from benchmarks.hybrid.task import Task
@@ -48,12 +48,6 @@ begins."""
 
 ROTATION_S = 5.0
 """Seconds for which a host calls layers in rotation in each of `Task.layer_rounds`."""
-
-ALONE_ROUNDS = 3
-"""How often one host times its layers alone, and all hosts do so in turn with it."""
-
-PACE_ROUNDS = 3
-"""How often programs are timed to see how fast hosts compute at the moment."""
 
 EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
 """Exchanges of a sample of their processor time, and bytes of each: a micro-batch of a row of mlp or four of gpt."""
@@ -80,48 +74,6 @@ MEMORY = float(1 << 40)
 
 
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Programs of layers without tensor ranks, and the seconds that they took on this host when all layers were timed.
-
-    A machine that others share may compute 20 % faster or slower some minutes later (docs/reports/hybrid.md), and
-    passes of few rows, which wait for their weights, not by as much as passes of many.
-    """
-
-    calls: Mapping[str, Call]
-    seconds: Mapping[str, float]
-
-    def now(self, hosts: Hosts[Task]) -> dict[int, float]:
-        """By number of rows, what they take now over what they took then, the geometric mean over programs and hosts.
-        It lifts the limit of links."""
-        hosts.limit(None)
-        mine = _by_rows(typical_seconds(self.calls, PACE_ROUNDS), self.seconds)
-        everyone = hosts.everyone(list(mine.values()))
-        return dict(zip(mine, map(statistics.geometric_mean, zip(*everyone, strict=True)), strict=True))
-
-    def alone(self, hosts: Hosts[Task]) -> dict[int, float]:
-        """By number of rows, how many times as fast the first host is while the others wait, never below 1.
-
-        Both are timed in turn, so that a change of the machine's pace is not taken for it.
-        """
-        found = list[dict[int, float]]()
-        for _ in range(ALONE_ROUNDS):
-            hosts.wait()
-            together = typical_seconds(self.calls, 1)
-            hosts.wait()
-            found.append(_by_rows(together, typical_seconds(self.calls, 1) if hosts.rank == 0 else together))
-        most = [max(1.0, statistics.median(each[rows] for each in found)) for rows in found[0]]
-        return dict(zip(found[0], hosts.everyone(most)[0], strict=True))
-
-
-def _by_rows(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[int, float]:
-    """Seconds of calls over other seconds of them: by number of rows the geometric mean."""
-    ratios: dict[int, list[float]] = {}
-    for name, each in seconds.items():
-        ratios.setdefault(rows_of(name), []).append(each / others[name])
-    return {rows: statistics.geometric_mean(each) for rows, each in ratios.items()}
 
 
 def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], Pace]:
@@ -240,11 +192,6 @@ def _named(name: str, tensor: int, batch: int) -> str:
     """The name of a layer's call among those of all degrees and numbers of rows."""
     kind, _, passes = name.rpartition(" ")
     return f"{kind}|{tensor}|{batch} {passes}"
-
-
-def rows_of(name: str) -> int:
-    """The number of rows of a layer's call."""
-    return int(name.rpartition("|")[2].split()[0])
 
 
 def _programs(

@@ -8,13 +8,13 @@ For each model, all hosts measure or compute:
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
     nearby     of the planner's candidates those close to the fastest and the plans near them, in turn: it keeps the
                fastest
-    pace       some layers again, before and after the steps: their prediction is for what the machine did meanwhile
+    pace       some layers again, of all hosts and of one alone, before and after the steps: predictions are for what
+               the machine did meanwhile
     steps      of what is kept, in turn at every rate
 
 While programs are compiled, quotas are lifted.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +28,6 @@ from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
 from benchmarks.hybrid.competitors import Prices, Variant, planned, prices_by_rate, with_nearby
 from benchmarks.hybrid.costs import (
-    Pace,
     measured_exchange,
     measured_links,
     measured_meetings,
@@ -41,6 +40,7 @@ from benchmarks.hybrid.costs import (
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
 from benchmarks.hybrid.mixed import planned_by_speed, prices_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS, Subject
+from benchmarks.hybrid.pace import Pace
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import on_one_host, ready, traced
@@ -90,8 +90,9 @@ def run_model(
         entered = {one: steps[variant.key] for one, variant in competitors.items()}
         samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
         after = pace.now(hosts)
-        rows.append({"row": "pace", "model": name, "bits_per_s": rate, "before": before, "after": after})
-        meanwhile = prices[rate].at({size: math.sqrt(before[size] * after[size]) for size in before})
+        moments = {"before": asdict(before), "after": asdict(after)}
+        rows.append({"row": "pace", "model": name, "bits_per_s": rate, **moments})
+        meanwhile = prices[rate].at(before.mean(after))
         rows += [
             {
                 "row": "step",
@@ -110,7 +111,7 @@ def _priced(
 ) -> tuple[dict[float, Prices], Pace, Rows]:
     """(this host's prices at every rate, how fast hosts computed when layers were timed, rows of layers)."""
     by_host, pace = measured_seconds(hosts, subject)
-    alone = pace.alone(hosts)
+    alone = pace.now(hosts).alone
     of_stages = seconds_in_rotation(hosts, subject) if dispatch is not None else None
     if quota.shares:
         assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"

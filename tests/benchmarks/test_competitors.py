@@ -19,11 +19,12 @@ from benchmarks.convergence.cells import SEEDS, Cell, cells
 from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
 from benchmarks.emulated.timing import in_turn, orders, trial, typical_seconds
-from benchmarks.hybrid import costs, worker
+from benchmarks.hybrid import costs, pace, worker
 from benchmarks.hybrid.baselines import equal_splits
 from benchmarks.hybrid.competitors import planned, predicted_seconds, prices_by_rate, request_of, with_nearby
 from benchmarks.hybrid.costs import cluster_of, measured_seconds, no_faster, paces_of, profile_of
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
+from benchmarks.hybrid.pace import Moment
 from benchmarks.hybrid.steps import on_one_host
 from benchmarks.hybrid.task import MODELS, PLAN, run_key
 from benchmarks.hybrid.task import SHORT as SIXTEEN_BITS
@@ -376,28 +377,36 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
 
 
 def test_a_host_alone_is_timed_in_turn_with_all(monkeypatch):
-    """A machine that gets faster in one round does not change the ratio, the median of three.  Other hosts do not time
-    anything alone, and nobody gets slower by being alone."""
+    """A machine that gets faster in one round changes neither the gain nor the pace, medians of three rounds.  Other
+    hosts do not time anything alone, and nobody gets slower by being alone."""
     calls = {f"{kind}|1|{rows} forward": (lambda: None) for kind in ("first", "block") for rows in (8, 2)}
     times = iter([(8.0, 8.0), (2.0, 9.0), (4.0, 4.0), (2.0, 4.0), (2.0, 2.0), (1.0, 2.5)])
 
     def seconds(calls, rounds):
         of = dict(zip((8, 2), next(times), strict=True))
-        return {name: of[costs.rows_of(name)] for name in calls}
+        return {name: of[pace.rows_of(name)] for name in calls}
 
-    monkeypatch.setattr(costs, "typical_seconds", seconds)
-    assert costs.Pace(calls=calls, seconds={}).alone(Two(4.0)) == pytest.approx({8: 2.0, 2: 1.0})
+    monkeypatch.setattr(pace, "typical_seconds", seconds)
+    one = pace.Pace(calls=calls, seconds=dict.fromkeys(calls, 4.0))
+    now = one.now(Two(4.0))
+    assert now.alone == pytest.approx({8: 2.0, 2: 1.0}) and now.pace == pytest.approx({8: 2.0, 2: 2.0})
     times, other = iter([(8.0, 8.0), (4.0, 4.0), (2.0, 2.0)]), Two(4.0)
     other.rank = 1
-    assert costs.Pace(calls=calls, seconds={}).alone(other) == pytest.approx({8: 1.0, 2: 1.0})
+    assert one.now(other).alone == pytest.approx({8: 1.0, 2: 1.0})
 
 
 def test_the_pace_of_a_machine_is_that_of_its_layers_now(monkeypatch):
     """For 8 rows the geometric mean over programs, here of 2 and 0.5, and over hosts, here of 1 and 4."""
     took = {"first|1|8 forward": 1.0, "block|1|8 forward": 4.0, "block|1|2 forward": 4.0, "update": 7.0}
     calls = {name: (lambda: None) for name in list(took)[:3]}
-    monkeypatch.setattr(costs, "typical_seconds", lambda calls, _: dict(zip(calls, (2.0, 2.0, 1.0), strict=True)))
-    assert costs.Pace(calls=calls, seconds=took).now(Two(4.0)) == pytest.approx({8: 2.0, 2: 0.5})
+    monkeypatch.setattr(pace, "typical_seconds", lambda calls, _: dict(zip(calls, (2.0, 2.0, 1.0), strict=True)))
+    assert pace.Pace(calls=calls, seconds=took).now(Two(4.0)).pace == pytest.approx({8: 2.0, 2: 0.5})
+
+
+def test_a_prediction_is_for_the_mean_of_two_moments():
+    before, after = (Moment(pace={8: x, 2: 1.0}, alone={8: 1.0, 2: y}) for x, y in ((1.0, 1.21), (4.0, 1.0)))
+    mean = before.mean(after)
+    assert mean.pace == pytest.approx({8: 2.0, 2: 1.0}) and mean.alone == pytest.approx({8: 1.0, 2: 1.1})
 
 
 def test_the_pace_of_a_host_is_the_mean_over_its_programs():
@@ -488,9 +497,9 @@ def test_layers_of_stages_are_dealt_out_to_hosts_in_groups(monkeypatch):
     hosts = Two(1.0, SimpleNamespace(layer_rounds=2))
     hosts.everyone = lambda mine: said[:2]
     first, second = costs.seconds_in_rotation(hosts, subject)
-    for by_host, pace in ((first, 2.0), (second, 3.0)):
-        assert {by_host[name] for name in names[0]} == {pace * 1.0} and {by_host[name] for name in names[1]} == {
-            pace * 2
+    for by_host, slower in ((first, 2.0), (second, 3.0)):
+        assert {by_host[name] for name in names[0]} == {slower * 1.0} and {by_host[name] for name in names[1]} == {
+            slower * 2
         }
 
 

@@ -13,6 +13,7 @@ from benchmarks.hybrid.costs import cluster_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.mixed import planned_by_speed, prices_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.pace import Moment
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.task import BY_SPEED, SAMPLES, TRIALS
 from jhpt.core.framework import Framework
@@ -120,8 +121,9 @@ def test_a_slower_machine_takes_longer_for_layers_and_no_longer_for_links(name):
     profile = timed(subject.profile())
     prices = prices_by_rate(profile, {5e8: LINK}, replace(QUOTA, period=0.0), 4, (profile, DISPATCH))
     for one in planned(subject, prices):
-        later = prices[5e8].at({4: 1.25, 64: 1.25}).variant(one.name, one.plan)
-        assert prices[5e8].at({4: 1.0, 64: 1.0}).variant(one.name, one.plan) == one
+        same, slower = (Moment(pace={4: pace, 64: pace}, alone={}) for pace in (1.0, 1.25))
+        later = prices[5e8].at(slower).variant(one.name, one.plan)
+        assert prices[5e8].at(same).variant(one.name, one.plan) == one
         if one.plan.devices == 1:
             assert later.predicted == pytest.approx(1.25 * one.predicted)
         assert one.predicted < later.predicted <= 1.251 * one.predicted, one.name
@@ -135,12 +137,12 @@ def test_passes_of_few_rows_have_a_pace_and_a_gain_of_their_own():
     kinds = {name: kind.model_copy(update={"timings": (timing,)}) for name, kind in profile.kinds.items()}
     profile = profile.model_copy(update={"kinds": kinds, "update_seconds": 0.0})
     prices = prices_by_rate(profile, {5e8: LINK}, replace(QUOTA, period=0.0), 4)[5e8]
-    later = prices.at({64: 1.5, 128: 2.0})
+    ratios, ones = {64: 1.5, 128: 2.0}, {64: 1.0, 128: 1.0}
+    later, gains = (prices.at(Moment(pace=pace, alone=alone)) for pace, alone in ((ratios, ones), (ones, ratios)))
     for rows, pace in ((64, 1.5), (128, 2.0), (512, 2.0)):
         plan = plan_of(6, 1, "1f1b").model_copy(update={"batch": 2048, "micro_batches": 2048 // rows})
         assert later.seconds(plan) == pytest.approx(pace * prices.seconds(plan))
-        gains = replace(prices, alone={64: 1.5, 128: 2.0}).seconds(plan)
-        assert gains == pytest.approx(prices.seconds(plan) / pace)
+        assert gains.seconds(plan) == pytest.approx(prices.seconds(plan) / pace)
     kind = later.model.profile.kinds["block"]
     between = [(1.5 * few + 2.0 * many) / 2 for few, many in zip(timing.at(64), timing.at(128), strict=True)]
     assert kind.seconds(96, 1) == pytest.approx(between)
