@@ -82,28 +82,39 @@ def in_rotation(calls: Mapping[str, Call], seconds: float) -> tuple[dict[str, fl
     return {name: statistics.median(each) for name, each in samples.items()}, pace
 
 
-def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Typical seconds of every call on a host with a quota, each in rows of as many as take `SAMPLE_S` seconds."""
-    counts = {name: _repeats(call) for name, call in calls.items()}
-    samples = interleaved({name: _times(call, counts[name]) for name, call in calls.items()}, rounds, warmup=0)
-    return {name: seconds / counts[name] for name, seconds in steady(samples).items()}
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """So many calls in a row, which took `SAMPLE_S` seconds."""
+
+    call: Call
+    count: int
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            jax.block_until_ready(self.call())
+
+    def seconds(self) -> float:
+        """What a call takes now."""
+        start = time.perf_counter()
+        self()
+        return (time.perf_counter() - start) / self.count
 
 
-def _repeats(call: Call) -> int:
+def series_of(call: Call) -> Series:
+    """As many calls as take `SAMPLE_S` seconds."""
     jax.block_until_ready(call())
     start, done = time.perf_counter(), 0
     while time.perf_counter() - start < SAMPLE_S:
         jax.block_until_ready(call())
         done += 1
-    return done
+    return Series(call=call, count=done)
 
 
-def _times(call: Call, count: int) -> Call:
-    def run() -> None:
-        for _ in range(count):
-            jax.block_until_ready(call())
-
-    return run
+def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Typical seconds of every call on a host with a quota, each in series."""
+    series = {name: series_of(call) for name, call in calls.items()}
+    samples = steady(interleaved(series, rounds, warmup=0))
+    return {name: seconds / series[name].count for name, seconds in samples.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

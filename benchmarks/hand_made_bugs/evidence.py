@@ -349,8 +349,8 @@ BUGS = (
     Bug(
         name="benchmarks: a machine that became faster counts as a host alone",
         file="benchmarks/hybrid/pace.py",
-        right="statistics.median(each[rows] for each in found)",
-        wrong="max(each[rows] for each in found)",
+        right="statistics.median(each[rows] for each in rounds)",
+        wrong="max(each[rows] for each in rounds)",
         tests=("tests/benchmarks/test_competitors.py", "-k", "in_turn_with_all"),
     ),
     Bug(

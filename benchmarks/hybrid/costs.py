@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.timing import Call, in_rotation, in_turn, typical_seconds
+from benchmarks.emulated.timing import Call, in_rotation, in_turn, series_of, typical_seconds
 from benchmarks.hybrid.layer_times import (
     LOOP,
     LOOPED,
@@ -77,8 +77,7 @@ Rows = list[dict[str, Any]]
 
 
 def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], Pace]:
-    """(seconds of all programs of layers, of every host; those with which to see how fast the hosts compute alone, and
-    later).
+    """(seconds of all programs of layers, of every host; those with which to see how fast hosts compute later).
 
     All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
     """
@@ -87,8 +86,8 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[st
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
     mine = typical_seconds(calls, hosts.task.layer_rounds)
-    pace = Pace(calls={name: call for name, call in calls.items() if "|1|" in name}, seconds=mine)
-    return hosts.everyone(_of_layers(mine)), pace
+    series = {name: series_of(call) for name, call in calls.items() if "|1|" in name}
+    return hosts.everyone(_of_layers(mine)), Pace(series=series, seconds=mine)
 
 
 def _of_layers(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -2,21 +2,20 @@
 
 A machine that others share may compute 20 % faster or slower some minutes later (docs/reports/hybrid.md), and passes of
 few rows, which wait for their weights, not by as much as passes of many.  What a host gains by computing alone changes,
-too: 1.00 to 1.24 times as fast in launches of one model on one machine.  So both are measured again around the steps
-that are predicted.
+too: it was 1.00 to 1.24 times as fast in launches of one model on one machine.  So layers are timed again in turn with
+the steps that are predicted.
 """
 
-import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.timing import Call, typical_seconds
+from benchmarks.emulated.timing import Call, Series, in_turn
 from benchmarks.hybrid.task import Task
 
-ROUNDS = 3
-"""How often all hosts time their layers, and in turn with them one host alone."""
+Seconds = Mapping[str, float]
+"""Seconds of layers by the names of their programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,43 +29,56 @@ class Moment:
     pace: Mapping[int, float]
     alone: Mapping[int, float]
 
-    def mean(self, other: "Moment") -> "Moment":
-        """The geometric mean of two moments."""
-        return Moment(pace=_mean(self.pace, other.pace), alone=_mean(self.alone, other.alone))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """Programs of layers without tensor ranks, and the seconds that they took on this host before."""
 
-    calls: Mapping[str, Call]
-    seconds: Mapping[str, float]
+    series: Mapping[str, Series]
+    seconds: Seconds
 
-    def now(self, hosts: Hosts[Task]) -> Moment:
-        """How fast hosts compute now: the geometric mean over programs, of `pace` also over hosts.
+    def among(
+        self, hosts: Hosts[Task], steps: Mapping[str, Call], rounds: int
+    ) -> tuple[dict[str, list[float]], Moment]:
+        """(seconds of every step in turn, how fast hosts computed meanwhile).
 
-        All hosts and one of them are timed in turn, so that a change of the machine's pace is not taken for a gain by
-        being alone.  It lifts the limit of links.
+        In every round all hosts time their layers once, and one host does alone.  Steps have run before.
         """
-        hosts.limit(None)
-        slower, faster = list[dict[int, float]](), list[dict[int, float]]()
-        for _ in range(ROUNDS):
-            hosts.wait()
-            together = typical_seconds(self.calls, 1)
-            hosts.wait()
-            slower.append(by_rows(together, self.seconds))
-            faster.append(by_rows(together, typical_seconds(self.calls, 1) if hosts.rank == 0 else together))
-        paces, gains = (
-            [statistics.median(each[rows] for each in found) for rows in found[0]] for found in (slower, faster)
-        )
-        everyone = hosts.everyone({"pace": paces, "alone": gains})
-        pace = map(statistics.geometric_mean, zip(*(one["pace"] for one in everyone), strict=True))
-        alone = (max(1.0, gain) for gain in everyone[0]["alone"])
-        return Moment(pace=dict(zip(slower[0], pace, strict=True)), alone=dict(zip(slower[0], alone, strict=True)))
+        together, alone = list[dict[str, float]](), list[dict[str, float]]()
+
+        def of_all() -> None:
+            together.append(self._now())
+
+        def of_one() -> None:
+            alone.append(self._now() if hosts.rank == 0 else {})
+
+        layers = {"layers of all hosts": of_all, "layers of one host": of_one}
+        samples = in_turn(hosts, {**steps, **layers}, rounds, warmup=False)
+        return {name: samples[name] for name in steps}, moment(hosts, self.seconds, together, alone)
+
+    def _now(self) -> dict[str, float]:
+        return {name: each.seconds() for name, each in self.series.items()}
 
 
-def by_rows(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[int, float]:
-    """Seconds of calls over other seconds of them: by number of rows the geometric mean."""
+def moment(hosts: Hosts[Task], before: Seconds, together: Sequence[Seconds], alone: Sequence[Seconds]) -> Moment:
+    """What follows from the seconds of this host's layers, medians over rounds, geometric means over programs, and of
+    the pace over hosts.
+
+    A gain by being alone is that of a round, so that a change of the machine's pace is not taken for one.
+
+    Args:
+      together: in every round, while all hosts compute.  alone: while only the first one does; of the others empty.
+    """
+    slower = _medians([by_rows(each, before) for each in together])
+    faster = _medians([by_rows(all_, one) for all_, one in zip(together, alone, strict=True) if one])
+    everyone = hosts.everyone({"slower": list(slower.values()), "faster": list(faster.values())})
+    pace = map(statistics.geometric_mean, zip(*(each["slower"] for each in everyone), strict=True))
+    gains = (max(1.0, gain) for gain in everyone[0]["faster"])
+    return Moment(pace=dict(zip(slower, pace, strict=True)), alone=dict(zip(slower, gains, strict=True)))
+
+
+def by_rows(seconds: Seconds, others: Seconds) -> dict[int, float]:
+    """Seconds of programs over other seconds of them: by number of rows the geometric mean."""
     ratios: dict[int, list[float]] = {}
     for name, each in seconds.items():
         ratios.setdefault(rows_of(name), []).append(each / others[name])
@@ -78,5 +90,5 @@ def rows_of(name: str) -> int:
     return int(name.rpartition("|")[2].split()[0])
 
 
-def _mean(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    return {rows: math.sqrt(one[rows] * other[rows]) for rows in one}
+def _medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {rows: statistics.median(each[rows] for each in rounds) for rows in (rounds[0] if rounds else ())}

@@ -8,9 +8,8 @@ For each model, all hosts measure or compute:
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
     nearby     of the planner's candidates those close to the fastest and the plans near them, in turn: it keeps the
                fastest
-    pace       some layers again, of all hosts and of one alone, before and after the steps: predictions are for what
-               the machine did meanwhile
-    steps      of what is kept, in turn at every rate
+    steps      of what is kept, in turn at every rate, and some layers again, of all hosts and of one alone: predictions
+               are for hosts that compute as fast as these did meanwhile
 
 While programs are compiled, quotas are lifted.
 """
@@ -52,6 +51,9 @@ from jhpt.training.trials import close, decided
 PLANNED = {PLAN, BY_SPEED}
 """The planner's plan, as a competitor."""
 
+ALONE_ROUNDS = 3
+"""How often layers are timed for what a host gains by computing alone, before plans are made."""
+
 Rows = list[dict[str, Any]]
 
 Steps = dict[str, Call]
@@ -81,18 +83,15 @@ def run_model(
     steps |= _compiled(hosts, subject, [one for one in wanted if one.key not in steps], quota)
     for rate, here in by_rate.items():
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
-        before = pace.now(hosts)
         hosts.limit(rate)
         closest, tried = fastest_nearby(hosts, near[rate], steps)
         rows += [{"row": "nearby", "model": name, **row} for row in tried]
         entries = [closest if one.name in PLANNED else one for one in kept[rate]]
         competitors = {variant.name: variant for variant in with_repeats(entries, here)}
         entered = {one: steps[variant.key] for one, variant in competitors.items()}
-        samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
-        after = pace.now(hosts)
-        moments = {"before": asdict(before), "after": asdict(after)}
-        rows.append({"row": "pace", "model": name, "bits_per_s": rate, **moments})
-        meanwhile = prices[rate].at(before.mean(after))
+        samples, moment = pace.among(hosts, entered, hosts.task.rounds)
+        rows.append({"row": "pace", "model": name, "bits_per_s": rate, **asdict(moment)})
+        meanwhile = prices[rate].at(moment)
         rows += [
             {
                 "row": "step",
@@ -111,7 +110,8 @@ def _priced(
 ) -> tuple[dict[float, Prices], Pace, Rows]:
     """(this host's prices at every rate, how fast hosts computed when layers were timed, rows of layers)."""
     by_host, pace = measured_seconds(hosts, subject)
-    alone = pace.now(hosts).alone
+    _, moment = pace.among(hosts, {}, ALONE_ROUNDS)
+    alone = moment.alone
     of_stages = seconds_in_rotation(hosts, subject) if dispatch is not None else None
     if quota.shares:
         assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"

@@ -18,13 +18,13 @@ from benchmarks.convergence import cell
 from benchmarks.convergence.cells import SEEDS, Cell, cells
 from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
-from benchmarks.emulated.timing import in_turn, orders, trial, typical_seconds
-from benchmarks.hybrid import costs, pace, worker
+from benchmarks.emulated.timing import Series, in_turn, orders, trial, typical_seconds
+from benchmarks.hybrid import costs, worker
 from benchmarks.hybrid.baselines import equal_splits
 from benchmarks.hybrid.competitors import planned, predicted_seconds, prices_by_rate, request_of, with_nearby
 from benchmarks.hybrid.costs import cluster_of, measured_seconds, no_faster, paces_of, profile_of
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
-from benchmarks.hybrid.pace import Moment
+from benchmarks.hybrid.pace import Moment, Pace, moment
 from benchmarks.hybrid.steps import on_one_host
 from benchmarks.hybrid.task import MODELS, PLAN, run_key
 from benchmarks.hybrid.task import SHORT as SIXTEEN_BITS
@@ -367,8 +367,9 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
     seconds = {f"{name} {way}": 1.0 for name in names for way in ("forward", "backward")} | {"update": 1.0}
     monkeypatch.setattr(costs, "_calls", lambda *_: {**dict.fromkeys(seconds, lambda: None), "last|2|4 both": None})
     monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(seconds))
+    monkeypatch.setattr(costs, "series_of", lambda call: Series(call=call, count=1))
     by_host, pace = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
-    assert set(pace.calls) == seconds.keys() - {"update"}
+    assert set(pace.series) == seconds.keys() - {"update"}
     profile, rows = profile_of(subject, by_host)
     most = max(1.0, slower)
     assert {row["forward_s"] for row in rows} == {most} and {row["both_s"] for row in rows} == {2 * most}
@@ -376,37 +377,46 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
     assert paces_of(by_host) == pytest.approx((1.0 / most, slower / most))
 
 
-def test_a_host_alone_is_timed_in_turn_with_all(monkeypatch):
-    """A machine that gets faster in one round changes neither the gain nor the pace, medians of three rounds.  Other
-    hosts do not time anything alone, and nobody gets slower by being alone."""
-    calls = {f"{kind}|1|{rows} forward": (lambda: None) for kind in ("first", "block") for rows in (8, 2)}
-    times = iter([(8.0, 8.0), (2.0, 9.0), (4.0, 4.0), (2.0, 4.0), (2.0, 2.0), (1.0, 2.5)])
-
-    def seconds(calls, rounds):
-        of = dict(zip((8, 2), next(times), strict=True))
-        return {name: of[pace.rows_of(name)] for name in calls}
-
-    monkeypatch.setattr(pace, "typical_seconds", seconds)
-    one = pace.Pace(calls=calls, seconds=dict.fromkeys(calls, 4.0))
-    now = one.now(Two(4.0))
-    assert now.alone == pytest.approx({8: 2.0, 2: 1.0}) and now.pace == pytest.approx({8: 2.0, 2: 2.0})
-    times, other = iter([(8.0, 8.0), (4.0, 4.0), (2.0, 2.0)]), Two(4.0)
-    other.rank = 1
-    assert one.now(other).alone == pytest.approx({8: 1.0, 2: 1.0})
+def test_a_host_alone_is_timed_in_turn_with_all():
+    """A machine that gets faster in one round changes neither the gain nor the pace, medians of three rounds.  Nobody
+    gets slower by being alone."""
+    together, alone = (
+        [{f"{kind}|1|{rows} forward": s for kind in ("first", "block") for rows, s in each.items()} for each in rounds]
+        for rounds in (
+            ({8: 8.0, 2: 8.0}, {8: 4.0, 2: 4.0}, {8: 2.0, 2: 2.0}),
+            ({8: 2.0, 2: 9.0}, {8: 2.0, 2: 4.0}, {8: 1.0, 2: 2.5}),
+        )
+    )
+    found = moment(Two(4.0), dict.fromkeys(together[0], 4.0), together, alone)
+    assert found.alone == pytest.approx({8: 2.0, 2: 1.0}) and found.pace == pytest.approx({8: 2.0, 2: 2.0})
 
 
-def test_the_pace_of_a_machine_is_that_of_its_layers_now(monkeypatch):
+def test_the_pace_of_a_machine_is_that_of_its_layers_now():
     """For 8 rows the geometric mean over programs, here of 2 and 0.5, and over hosts, here of 1 and 4."""
-    took = {"first|1|8 forward": 1.0, "block|1|8 forward": 4.0, "block|1|2 forward": 4.0, "update": 7.0}
-    calls = {name: (lambda: None) for name in list(took)[:3]}
-    monkeypatch.setattr(pace, "typical_seconds", lambda calls, _: dict(zip(calls, (2.0, 2.0, 1.0), strict=True)))
-    assert pace.Pace(calls=calls, seconds=took).now(Two(4.0)).pace == pytest.approx({8: 2.0, 2: 0.5})
+    before = {"first|1|8 forward": 1.0, "block|1|8 forward": 4.0, "block|1|2 forward": 4.0, "update": 7.0}
+    now = dict(zip(before, (2.0, 2.0, 1.0), strict=False))
+    assert moment(Two(4.0), before, [now], [now]).pace == pytest.approx({8: 2.0, 2: 0.5})
 
 
-def test_a_prediction_is_for_the_mean_of_two_moments():
-    before, after = (Moment(pace={8: x, 2: 1.0}, alone={8: 1.0, 2: y}) for x, y in ((1.0, 1.21), (4.0, 1.0)))
-    mean = before.mean(after)
-    assert mean.pace == pytest.approx({8: 2.0, 2: 1.0}) and mean.alone == pytest.approx({8: 1.0, 2: 1.1})
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_are_timed_among_the_steps(clock, rank):
+    """In every round once by all hosts, and once by the first one alone: three times two calls of 0.5 s, of 0.25 s
+    before.  Only the steps are reported."""
+    called = []
+
+    def layer():
+        called.append(None)
+        clock(0.5)()
+
+    pace = Pace(series={"block|1|8 forward": Series(call=layer, count=2)}, seconds={"block|1|8 forward": 0.25})
+    hosts = Two(1.0)
+    hosts.rank = rank
+    if rank:
+        hosts.everyone = lambda mine: [mine if "faster" not in mine else mine | {"faster": [1.25]}, mine]
+    samples, found = pace.among(hosts, {"a": clock(1.0), "b": clock(3.0)}, 3)
+    assert samples == {"a": [1.0] * 3, "b": [3.0] * 3}
+    assert len(called) == (2 if rank else 4) * 3
+    assert found == Moment(pace={8: 2.0}, alone={8: 1.25 if rank else 1.0})
 
 
 def test_the_pace_of_a_host_is_the_mean_over_its_programs():
