@@ -70,7 +70,7 @@ def moment(hosts: Hosts[Task], before: Seconds, together: Sequence[Seconds], alo
       together: in every round, while all hosts compute.  alone: while only the first one does; of the others empty.
     """
     slower = _medians([by_rows(each, before) for each in together])
-    faster = _medians([by_rows(all_, one) for all_, one in zip(together, alone, strict=True) if one])
+    faster = _medians([by_rows(of_all, of_one) for of_all, of_one in zip(together, alone, strict=True) if of_one])
     everyone = hosts.everyone({"slower": list(slower.values()), "faster": list(faster.values())})
     pace = map(statistics.geometric_mean, zip(*(each["slower"] for each in everyone), strict=True))
     gains = (max(1.0, gain) for gain in everyone[0]["faster"])
