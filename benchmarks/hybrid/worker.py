@@ -84,7 +84,8 @@ def run_model(
     for rate, here in by_rate.items():
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
         hosts.limit(rate)
-        closest, tried = fastest_nearby(hosts, near[rate], steps)
+        (led,) = (one for one in kept[rate] if one.name in PLANNED)
+        closest, tried = fastest_nearby(hosts, led, near[rate], steps)
         rows += [{"row": "nearby", "model": name, **row} for row in tried]
         entries = [closest if one.name in PLANNED else one for one in kept[rate]]
         competitors = {variant.name: variant for variant in with_repeats(entries, here)}
@@ -173,17 +174,21 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
     return [its[kept[name]] for name, its in candidates.items()], leading, rows
 
 
-def fastest_nearby(hosts: Hosts[Task], near: Sequence[Variant], steps: Steps) -> tuple[Variant, Rows]:
-    """(the fastest of these candidates of the plan, rows of all of them if there are several)."""
+def fastest_nearby(hosts: Hosts[Task], leading: Variant, near: Sequence[Variant], steps: Steps) -> tuple[Variant, Rows]:
+    """(the fastest of these candidates of the plan, of which one was `leading`, rows of all if there are several)."""
     if len(near) == 1:
         return near[0], []
     samples = in_turn(hosts, {one.key: steps[one.key] for one in near}, hosts.task.trial_rounds, warmup=False)
-    return _decided(near, samples), [{**one.to_json(), "samples_s": samples[one.key]} for one in near]
+    rows = [{**one.to_json(), "samples_s": samples[one.key], "leads": one.key == leading.key} for one in near]
+    return _decided(near, samples, leading), rows
 
 
-def _decided(candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]]) -> Variant:
+def _decided(
+    candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]], leading: Variant | None = None
+) -> Variant:
     """As `jhpt train` decides."""
-    return candidates[decided([one.plan for one in candidates], _medians(candidates, samples))]
+    leads = next((at for at, one in enumerate(candidates) if leading is not None and one.key == leading.key), None)
+    return candidates[decided([one.plan for one in candidates], _medians(candidates, samples), leads)]
 
 
 def _medians(candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]]) -> dict[int, float]:

@@ -35,7 +35,7 @@ from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
-from jhpt.training.trials import decided
+from jhpt.training.trials import NOISE, decided
 from tests.benchmarks.test_hybrid import QUOTA, timed
 
 MEASUREMENTS = Path(__file__).parents[2] / "docs/reports/measurements"
@@ -300,9 +300,11 @@ def test_the_plan_is_tried_with_half_and_twice_as_many_micro_batches(clock):
     hosts = Two(1.0, SimpleNamespace(trial_rounds=3))
     for fastest in near:
         steps = {one.key: clock(1.0 if one is fastest else 2.0) for one in near}
-        found, rows = worker.fastest_nearby(hosts, near, steps)
-        assert found.key == fastest.key and len(rows) == 3
-    assert worker.fastest_nearby(hosts, [best], {}) == (best, [])
+        found, rows = worker.fastest_nearby(hosts, best, near, steps)
+        assert found.key == fastest.key and [row["leads"] for row in rows] == [True, False, False]
+    within = {one.key: clock(1.0 if one is best else 1 / (1 + 0.9 * NOISE)) for one in near}
+    assert worker.fastest_nearby(hosts, best, near, within)[0] == best
+    assert worker.fastest_nearby(hosts, best, [best], {}) == (best, [])
 
 
 def test_the_planners_candidates_close_to_its_fastest_are_tried_with_other_numbers(clock):
@@ -339,9 +341,10 @@ def best_of_trials(rows) -> None:
 
 
 def _decided(rows):
-    """The row of the plan that `jhpt train` would take."""
+    """The row of the plan that `jhpt train` would take.  Before 2026-11-29 none was leading."""
     seconds = {at: statistics.median(row["samples_s"]) for at, row in enumerate(rows)}
-    return rows[decided([Plan.model_validate(row["plan"]) for row in rows], seconds)]
+    leading = next((at for at, row in enumerate(rows) if row.get("leads")), None)
+    return rows[decided([Plan.model_validate(row["plan"]) for row in rows], seconds, leading)]
 
 
 @pytest.mark.parametrize("path", sorted(MEASUREMENTS.glob("bench-hybrid*.json")), ids=lambda path: path.stem)

@@ -63,10 +63,12 @@ MORE_OF_GPIPE = GPIPE.model_copy(update={"micro_batches": 8})
         ((1.0, 2.0, 0.9), TWICE),
         ((1.0, 0.8, 0.9), HALF),
         ((1.0, 2.0, 1.1), LATE),
+        ((1.0, 2.0, 1 / (1 + 0.9 * NOISE)), LATE),
+        ((1.0, 2.0, 1 / (1 + 1.1 * NOISE)), TWICE),
         ((1.0, "does not fit", "does not fit"), LATE),
         ((4.0,), SIMPLE),
     ],
-    ids=["twice", "half", "as it is", "left out", "another is the fastest"],
+    ids=["twice", "half", "as it is", "within the noise", "beyond the noise", "left out", "another is the fastest"],
 )
 def test_the_fastest_is_tried_with_half_and_twice_as_many_micro_batches(tiny, monkeypatch, capsys, found, kept):
     candidates = [Candidate(plan=SIMPLE), Candidate(plan=LATE, nearby=(HALF, TWICE))]

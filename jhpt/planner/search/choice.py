@@ -140,30 +140,32 @@ def _that_run(answer: Answer, request: Request, devices: int | None) -> list[Pla
 
 def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
     """The simplest of the plans that are not clearly slower than the fastest: by more than `error` (None: that of
-    predictions, `calibration.order_error`).
+    predictions, `calibration.order_error`).  Of equally simple plans (`complexity`) the fastest wins."""
+    candidates = list(plans)
+    limit = (1 + (order_error() if error is None else error)) * min(map(seconds_of, candidates))
+    as_fast = (plan for plan in candidates if seconds_of(plan) <= limit)
+    return min(as_fast, key=lambda plan: (complexity(plan), seconds_of(plan)))
+
+
+def complexity(plan: Plan) -> tuple[bool | int, ...]:
+    """Lower for simpler plans.
 
     Simpler means, in this order: no CPU offload, no compression, one program for all stages, one stage, fewer kinds of
     parallelism, fewer tensor degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, no
-    hybrid sharding, a smaller tensor degree, gpipe.  Of equally simple plans the fastest wins.
+    hybrid sharding, a smaller tensor degree, gpipe.  Micro-batches do not count.
 
     GPipe comes before 1F1B where it fits.  Both are predicted to take the same time, but with 1F1B the stages wait for
     each other in both directions throughout, and it took 4 % longer (mlp at 100 Mbit/s on emulated hosts: 744 ms
     against 716 ms).
     """
-    candidates = list(plans)
-    limit = (1 + (order_error() if error is None else error)) * min(map(seconds_of, candidates))
-
-    def complexity(plan: Plan) -> tuple[float, ...]:
-        late = len(plan.stages) > 1 and plan.schedule != "gpipe"
-        pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
-        kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
-        exact = _on_host(plan), plan.compression.on, plan.space == "general"
-        shape = pipelined, kinds, len(plan.degrees), plan.chunks
-        recompute = plan.recompute + (plan.other_blocks is not None)
-        sharded = plan.zero, plan.zero_ranks is not None
-        return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late, seconds_of(plan)
-
-    return min((plan for plan in candidates if seconds_of(plan) <= limit), key=complexity)
+    late = len(plan.stages) > 1 and plan.schedule != "gpipe"
+    pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
+    kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
+    exact = _on_host(plan), plan.compression.on, plan.space == "general"
+    shape = pipelined, kinds, len(plan.degrees), plan.chunks
+    recompute = plan.recompute + (plan.other_blocks is not None)
+    sharded = plan.zero, plan.zero_ranks is not None
+    return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late
 
 
 def seconds_of(plan: Plan) -> float:
