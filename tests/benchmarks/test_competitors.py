@@ -341,7 +341,7 @@ def best_of_trials(rows) -> None:
 
 
 def _decided(rows):
-    """The row of the plan that `jhpt train` would take.  Before 2026-11-29 none was leading."""
+    """The row of the plan that `jhpt train` would take.  Files of before 261a930 do not say which led."""
     seconds = {at: statistics.median(row["samples_s"]) for at, row in enumerate(rows)}
     leading = next((at for at, row in enumerate(rows) if row.get("leads")), None)
     return rows[decided([Plan.model_validate(row["plan"]) for row in rows], seconds, leading)]
