@@ -1,7 +1,8 @@
 """Trials: several plans take a few steps, and the one that is measured to be the fastest trains (`parallel.trials`).
 
 Which are tried: plans of unlike kinds (`jhpt.planner.search.choice.first_to_try`), and then those of them that are
-`close` to the fastest with half and with twice as many micro-batches (`jhpt.planner.search.choice.nearby`).
+`close` to the fastest with half and with twice as many micro-batches (`jhpt.planner.search.choice.nearby`).  One of
+these takes the lead only if it is faster once more.
 
 Predictions order plans that lie within their error no better than chance, and what they do not know (another job on the
 network, a compiler that hides less communication than it could) may be worth more.  A trial knows it.  It costs
@@ -10,7 +11,7 @@ compiling each plan and `UNTIMED` + `TIMED` steps of it.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -64,29 +65,36 @@ def fastest(config: Config, candidates: Sequence[Candidate], display: Display) -
     """The simplest of the plans that are measured to be about as fast as the fastest.  All processes must call this.
 
     After the candidates, the plans near those that are `close` to the fastest are tried.  An equally simple one of them
-    has to be faster than the one that led before by more than `NOISE`.  A plan that cannot be compiled or does not fit
-    is left out.  If no plan has been measured, because all are left out or a signal came, it is the first one, as if
-    none had been tried.
+    has to be faster than the one that led before by more than `NOISE`, and again when both are timed once more: of
+    several measurements the fastest is in part the luckiest.  A plan that cannot be compiled or does not fit is left
+    out.  If no plan has been measured, because all are left out or a signal came, it is the first one, as if none had
+    been tried.
     """
     plans = [one.plan for one in candidates]
-    measured = _measured(config, plans, 0, display)
+    measured = _measured(config, plans, range(len(plans)), display)
     if not measured:
         return runnable(config, plans[0], display.say)
     leading = decided(plans, measured)
     plans = list(different(plans + [plan for at in close(measured) for plan in candidates[at].nearby]))
-    measured |= _measured(config, plans, len(candidates), display)
+    measured |= _measured(config, plans, range(len(candidates), len(plans)), display)
     kept = decided(plans, measured, leading)
+    if kept != leading:
+        again = _measured(config, plans, (leading, kept), display, again=True)
+        kept = decided(plans, again, leading) if again else leading
     display.say(f"trial {kept + 1} decides: {shape_text(plans[kept])}")
     return runnable(config, plans[kept], display.say)
 
 
-def _measured(config: Config, plans: Sequence[Plan], first: int, display: Display) -> dict[int, float]:
-    """Seconds of a step of the plans from number `first` on, by their numbers, without those that are left out."""
+def _measured(
+    config: Config, plans: Sequence[Plan], numbers: Iterable[int], display: Display, *, again: bool = False
+) -> dict[int, float]:
+    """Seconds of a step of the plans with these numbers, without those that are left out.  again: whether they have
+    been tried before."""
     measured = dict[int, float]()
-    for number in range(first, len(plans)):
+    for number in numbers:
         if watch.stops_after(0):
             break
-        plan, name = plans[number], f"{number + 1} of {len(plans)}"
+        plan, name = plans[number], f"{number + 1} of {len(plans)}{' again' if again else ''}"
         with watch.phase(f"trying plan {name}"):
             found = step_seconds(config, plan, display)
         if isinstance(found, str):

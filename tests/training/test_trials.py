@@ -60,17 +60,30 @@ MORE_OF_GPIPE = GPIPE.model_copy(update={"micro_batches": 8})
 @pytest.mark.parametrize(
     ("found", "kept"),
     [
-        ((1.0, 2.0, 0.9), TWICE),
-        ((1.0, 0.8, 0.9), HALF),
+        ((1.0, 2.0, 0.9, 1.0, 0.9), TWICE),
+        ((1.0, 0.8, 0.9, 1.0, 0.8), HALF),
         ((1.0, 2.0, 1.1), LATE),
         ((1.0, 2.0, 1 / (1 + 0.9 * NOISE)), LATE),
-        ((1.0, 2.0, 1 / (1 + 1.1 * NOISE)), TWICE),
+        ((1.0, 2.0, 1 / (1 + 1.1 * NOISE), 1.0, 1 / (1 + 1.1 * NOISE)), TWICE),
+        ((1.0, 2.0, 0.9, 1.0, 1 / (1 + 0.9 * NOISE)), LATE),
+        ((1.0, 2.0, 0.9, 1.0, "does not fit"), LATE),
         ((1.0, "does not fit", "does not fit"), LATE),
         ((4.0,), SIMPLE),
     ],
-    ids=["twice", "half", "as it is", "within the noise", "beyond the noise", "left out", "another is the fastest"],
+    ids=[
+        "twice",
+        "half",
+        "as it is",
+        "within the noise",
+        "beyond the noise",
+        "within the noise once more",
+        "left out once more",
+        "left out",
+        "another is the fastest",
+    ],
 )
 def test_the_fastest_is_tried_with_half_and_twice_as_many_micro_batches(tiny, monkeypatch, capsys, found, kept):
+    """The one that led and the one that is faster are timed once more."""
     candidates = [Candidate(plan=SIMPLE), Candidate(plan=LATE, nearby=(HALF, TWICE))]
     seconds, tried = iter((3.0, *found)), []
 
@@ -80,14 +93,26 @@ def test_the_fastest_is_tried_with_half_and_twice_as_many_micro_batches(tiny, mo
 
     monkeypatch.setattr(trials, "step_seconds", step_seconds)
     assert fastest(tiny(), candidates, Display(1)) == kept
-    assert tried == [SIMPLE, LATE, HALF, TWICE][: 1 + len(found)]
-    assert ("trial 4 of 4" in capsys.readouterr().out) == (len(found) == 3)
+    again = [LATE, HALF if kept == HALF else TWICE]
+    assert tried == [SIMPLE, LATE, HALF, TWICE, *again][: 1 + len(found)]
+    said = capsys.readouterr().out
+    assert ("trial 4 of 4" in said) == (len(found) >= 3) and ("of 4 again" in said) == (len(found) == 5)
+
+
+def test_a_signal_leaves_the_lead_as_it_was(tiny, monkeypatch):
+    """It comes when a plan that is faster would be timed once more."""
+    seconds = iter((3.0, 1.0, 2.0, 0.9))
+    monkeypatch.setattr(trials, "step_seconds", lambda *_: next(seconds))
+    stops = itertools.chain([False] * 4, itertools.repeat(True))
+    monkeypatch.setattr(trials.watch, "stops_after", lambda step: next(stops))
+    candidates = [Candidate(plan=SIMPLE), Candidate(plan=LATE, nearby=(HALF, TWICE))]
+    assert fastest(tiny(), candidates, Display(1)) == LATE
 
 
 @pytest.mark.parametrize(
     ("behind", "order", "kept"),
     [
-        (0.99 * CLOSE, [HALF, TWICE, MORE_OF_GPIPE], MORE_OF_GPIPE),
+        (0.99 * CLOSE, [HALF, TWICE, MORE_OF_GPIPE, LATE, MORE_OF_GPIPE], MORE_OF_GPIPE),
         (1.01 * CLOSE, [HALF, TWICE], LATE),
     ],
     ids=["close", "not close"],
