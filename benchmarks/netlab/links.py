@@ -25,9 +25,10 @@ FRAME = MTU + 14
 PACKET = 1 << 15
 """Bytes that TCP hands to a link at a time, to be cut into frames, and bytes of a connection that may wait in a link's
 queue.  The rest waits in the connection, so that the few bytes with which a peer reports that it is ready do not wait
-behind it: a queue is first come, first served, whereas network cards alternate between connections.  With the kernel's
-defaults, 64 KiB and 4 MiB, passing 1 MiB round a ring at 500 Mbit/s took 24.8 ms instead of 17.2 (16.8 by the rate).
-With half of this size, an all-reduce at 2 Gbit/s took 38 ms instead of 28, because of processor time."""
+behind it.  Network cards alternate between connections; here packets of a host to different hosts take turns
+(`alternating`), but a switch's queue is first come, first served.  While a host's was, too, with the kernel's defaults,
+64 KiB and 4 MiB, passing 1 MiB round a ring at 500 Mbit/s took 24.8 ms instead of 17.2 (16.8 by the rate).  With half
+of this size, an all-reduce at 2 Gbit/s took 38 ms instead of 28, because of processor time."""
 
 TCP = {"tcp_congestion_control": "reno", "tcp_limit_output_bytes": PACKET}
 """Reno is in every kernel, and without losses it leaves the rate to the link.  A machine's default may choose a rate
@@ -80,6 +81,22 @@ def queue_discipline(bits_per_s: float | None) -> str:
     return f"tbf {buckets} limit {QUEUE + burst}"
 
 
+def alternating(hosts: int) -> list[str]:
+    """Lines of tc(8) that let packets to different hosts take turns in the queue of a host's link, a frame of each.
+
+    Classes without a limit of their own, one for each host that packets go to, and one for all others.
+    """
+    lines = ["qdisc add dev eth0 parent 1:1 handle 2: htb default ffff", _class("ffff")]
+    for rank in range(hosts):
+        to_host = f"u32 match ip dst {address(rank)}/32 flowid 2:{rank + 1:x}"
+        lines += [_class(f"{rank + 1:x}"), f"filter add dev eth0 parent 2: protocol ip prio 1 {to_host}"]
+    return lines
+
+
+def _class(number: str) -> str:
+    return f"class add dev eth0 parent 2: classid 2:{number} htb rate 100gbit quantum {FRAME}"
+
+
 def make_network(switch: str, hosts: Sequence[str]) -> None:
     """Makes the namespaces of these names, and links without a limit between them."""
     for name in (switch, *hosts):
@@ -106,8 +123,11 @@ def make_network(switch: str, hosts: Sequence[str]) -> None:
 def limit(switch: str, hosts: Sequence[str], bits_per_s: float | None) -> None:
     """Sets the rate of every link in each direction; None lifts the limit."""
     queue = queue_discipline(bits_per_s)
+    lines = ["qdisc replace dev eth0 root noqueue"]  # without the classes of before
+    if bits_per_s is not None:
+        lines += [f"qdisc replace dev eth0 root handle 1: {queue}", *alternating(len(hosts))]
     for host in hosts:
-        batch("tc", host, [f"qdisc replace dev eth0 root {queue}"])
+        batch("tc", host, lines)
     batch("tc", switch, [f"qdisc replace dev port{rank} root {queue}" for rank in range(len(hosts))])
 
 

@@ -258,6 +258,45 @@ def test_links_are_limited_both_ways():
         assert set(disciplines(lab).values()) == {"noqueue"}
 
 
+SENDER = """
+import socket, sys
+server = socket.create_server(("", 7000)) if len(sys.argv) == 1 else None
+if server:
+    peer, _ = server.accept()
+    while peer.recv(1 << 16):
+        pass
+for address in sys.argv[1:]:
+    client = socket.socket()
+    while client.connect_ex((address, 7000)):
+        pass
+    client.sendall(bytes(1 << 18))
+    client.shutdown(socket.SHUT_WR)
+    client.recv(1)
+"""
+
+
+def sent(lab: Lab, rank: int) -> list[int]:
+    """Bytes of the classes of a host's queue, those to host 0 first."""
+    line = ["tc", "-s", "-n", lab.host(rank), "class", "show", "dev", "eth0"]
+    words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
+    found = {words[at + 2]: int(words[words.index("Sent", at) + 1]) for at, word in enumerate(words) if word == "class"}
+    return [found[f"2:{peer + 1:x}"] for peer in range(lab.hosts)]
+
+
+@needs_emulation
+def test_packets_to_different_hosts_take_turns():
+    """They wait in queues of their own, also after the rate has changed.  A collective permute from host to host, each
+    of which has to tell the one before that it is ready while it sends to the next, took 8.2 ms instead of 5.2 by the
+    rate."""
+    with Lab(hosts=3, bits_per_s=5e8) as lab:
+        for rate in (1e8, 1e9):
+            lab.limit(rate)
+            peers = [lab.address(1), lab.address(2)]
+            lab.run(lambda rank, *_, peers=peers: python(SENDER, *peers) if rank == 0 else python(SENDER), timeout_s=30)
+            assert [size >= 1 << 18 for size in sent(lab, 0)] == [False, True, True]
+            assert [size > 0 for size in sent(lab, 1)] == [True, False, False]
+
+
 @needs_emulation
 def test_a_host_can_limit_the_links():
     code = "import sys; from benchmarks.netlab import Lab; Lab(hosts=2, tag=sys.argv[1]).limit(2e9)"
