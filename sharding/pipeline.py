@@ -118,10 +118,10 @@ class Pipeline:
 
         def tick(carry: Carry, now: tuple[jax.Array, ...]) -> tuple[Carry, None]:
             forward, backward, *weights = (table[device.stage] for table in now[1:])
-            carry = _maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
-            carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=carry.leaving), carry)
+            carry = maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
+            carry = maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=carry.leaving), carry)
             for entry in weights:
-                carry = _maybe(entry[0] >= 0, partial(device.weights, entry=entry), carry)
+                carry = maybe(entry[0] >= 0, partial(device.weights, entry=entry), carry)
             both = carry.arrived, carry.leaving
             arrived, leaving = jax.lax.switch(now[0] % 2, [partial(self._exchanged, first) for first in (0, 1)], both)
             return carry._replace(arrived=arrived, leaving=leaving), None
@@ -143,10 +143,10 @@ class Pipeline:
             if phase.backward:
                 error = self._sent(error, -1)
             if phase.forward:
-                carry = _maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
+                carry = maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
                 arrived = self._sent(carry.arrived, +1)
             if phase.backward:
-                carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=error), carry)
+                carry = maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=error), carry)
                 arrived, carry = _after(arrived, carry)
             return carry._replace(arrived=arrived), None
 
@@ -164,7 +164,7 @@ class Pipeline:
 
         def tick(carry: tuple[jax.Array, LossSums], now: jax.Array) -> tuple[tuple[jax.Array, LossSums], None]:
             entry = now[device.stage]
-            carry = _maybe(entry[0] >= 0, partial(device.evaluate, entry=entry), carry)
+            carry = maybe(entry[0] >= 0, partial(device.evaluate, entry=entry), carry)
             return (self._sent(carry[0], +1), carry[1]), None
 
         start = device.start()
@@ -189,7 +189,7 @@ def _after(arrived: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
     return arrived, carry._replace(leaving=leaving)
 
 
-def _maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
+def maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """function(carry), or the carry as it is.
 
     It is a loop of one iteration or none, because loops work in place and a conditional copies its results.
@@ -258,7 +258,7 @@ class _Device:
             return self._exited(embedding_and_head, sums, carry.outputs[slot], micro_batch)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        embedding_and_head, sums, error = _maybe(last, with_loss, (carry.embedding_and_head, carry.sums, error))
+        embedding_and_head, sums, error = maybe(last, with_loss, (carry.embedding_and_head, carry.sums, error))
 
         def block(at: jax.Array, layer: Params, error: Activation, ring: Saved, blocks: Tree) -> Any:
             here = context, self._layer(chunk, at)
@@ -275,7 +275,7 @@ class _Device:
         opened, ring, blocks = self._blocks(chunk, block, (opened, carry.ring, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)
         first = (self.stage == 0) & (chunk == 0)
-        embedding_and_head = _maybe(
+        embedding_and_head = maybe(
             first,
             lambda embedding_and_head: self._embedding_gradient(embedding_and_head, micro_batch, error),
             embedding_and_head,
@@ -333,13 +333,13 @@ class _Device:
             return total
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        return x, _maybe(last, with_loss, sums)
+        return x, maybe(last, with_loss, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
         def embedded(_: jax.Array) -> jax.Array:
             return self.parts.embed(self.embedding_and_head, *self._rows(micro_batch))
 
-        return _maybe((self.stage == 0) & (chunk == 0), embedded, arrived)
+        return maybe((self.stage == 0) & (chunk == 0), embedded, arrived)
 
     def _exited(
         self, embedding_and_head: Gradients, sums: LossSums, x: jax.Array, micro_batch: jax.Array
@@ -387,7 +387,7 @@ class _Device:
             def run(carry: T) -> T:
                 return block(at, ready[0] if prefetch else fetched(at), *carry)  # type: ignore[misc]
 
-            carry = run(carry) if even else _maybe(at < used, run, carry)
+            carry = run(carry) if even else maybe(at < used, run, carry)
             return (carry, (*ready[1:], *following)), None
 
         start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(prefetch))
@@ -425,7 +425,7 @@ def _copied(ring: Saved, at: tuple[jax.Array, ...], now: jax.Array) -> Saved:
     seen on CPU with jax 0.10.2.)
     """
     empty = tuple(jnp.zeros(stack.shape[len(at) :], stack.dtype) for stack in ring)
-    return _maybe(now, lambda _: stacks.read(ring, at), empty)
+    return maybe(now, lambda _: stacks.read(ring, at), empty)
 
 
 def _replaced(ring: Saved, left: dict[int, jax.Array], at: tuple[jax.Array, ...]) -> Saved:

@@ -319,11 +319,11 @@ BUGS = (
         tests=("tests/benchmarks/test_hybrid_general.py", "-k", "competes"),
     ),
     Bug(
-        name="benchmarks: pipelines take what blocks outside of loops take",
+        name="benchmarks: pipelines take what blocks outside of their passes take",
         file="benchmarks/hybrid/competitors.py",
         right="model = self.pipeline if self.pipeline is not None and len(plan.stages) > 1 else self.model",
         wrong="model = self.model",
-        tests=("tests/benchmarks/test_hybrid.py", "-k", "in_loops"),
+        tests=("tests/benchmarks/test_hybrid.py", "-k", "in_passes"),
     ),
     Bug(
         name="benchmarks: predictions are for the machine of some minutes before",

@@ -144,7 +144,7 @@ def prices_by_rate(
 
     Args:
       profile: layers as one program of one stage runs them.
-      pipeline: layers as the loops of pipelines of one program do; None: the same.
+      pipeline: layers as passes of pipelines of one program do; None: the same.
       general: layers as stages with programs of their own run them, and the dispatch of these; None: no general plan
         competes.
     """

@@ -15,27 +15,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_rotation, in_turn, series_of, typical_seconds
-from benchmarks.hybrid.layer_times import (
-    LOOP,
-    LOOPED,
-    LayerProgram,
-    alone,
-    calls_of,
-    layer_programs,
-    shard_of,
-    timings,
-)
+from benchmarks.hybrid.layer_times import PIPED, Passes, alone, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import Subject
-from benchmarks.hybrid.pace import Pace
+from benchmarks.hybrid.pace import Pace, rows_of
+from benchmarks.hybrid.passes import BLOCKS, MOST_PASSES
+from benchmarks.hybrid.programs import LayerProgram, calls_of
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.steps import train_step
 from benchmarks.hybrid.task import Task
 from benchmarks.netlab.quotas import QUOTA_PERIOD
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile
 from jhpt.measure.probe import ring_link
 from jhpt.models.family import Sums
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.sharding.model_parts import Recompute
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state
 
@@ -87,12 +83,20 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[st
     hosts.limit(None)
     mine = typical_seconds(calls, hosts.task.layer_rounds)
     series = {name: series_of(call) for name, call in calls.items() if "|1|" in name}
-    return hosts.everyone(_of_layers(mine)), Pace(series=series, seconds=mine)
+    return hosts.everyone(_of_layers(subject, mine)), Pace(series=series, seconds=mine)
 
 
-def _of_layers(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of programs -> of their layers."""
-    return {name: each / (LOOPED if LOOP in name else 1) for name, each in seconds.items()}
+def _of_layers(subject: Subject, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of programs -> of their layers in one pass."""
+    return {
+        name: each / (BLOCKS * passes_of(subject, rows_of(name)) if PIPED in name else 1)
+        for name, each in seconds.items()
+    }
+
+
+def passes_of(subject: Subject, rows: int) -> int:
+    """Passes of so many rows in a call of a pipeline's stage: those of a step, as long as these are few."""
+    return min(MOST_PASSES, subject.batch // rows)
 
 
 def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, float]]:
@@ -106,7 +110,7 @@ def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, 
     hosts.free()
     here = NamedSharding(Mesh(np.asarray(jax.local_devices()[:1]), ("all",)), PartitionSpec())
     groups = [{"update": _update(subject)}] if hosts.rank == 0 else []
-    for (tensor, batch), its in list(_programs(subject, hosts.count, here, loops=False).items())[
+    for (tensor, batch), its in list(_programs(subject, hosts.count, here, piped=False).items())[
         hosts.rank :: hosts.count
     ]:
         of_layers = calls_of(its, {name: one.lower().compile() for name, one in its.items()})
@@ -122,7 +126,7 @@ def seconds_in_rotation(hosts: Hosts[Task], subject: Subject) -> list[dict[str, 
 
 
 def profile_of(
-    subject: Subject, by_host: Sequence[Mapping[str, float]], *, loops: bool = False
+    subject: Subject, by_host: Sequence[Mapping[str, float]], *, piped: bool = False
 ) -> tuple[ModelProfile, Rows]:
     """(the subject's profile with the seconds of its layers, these seconds as rows).
 
@@ -130,7 +134,7 @@ def profile_of(
 
     Args:
       by_host: of each of some hosts that are alike, the seconds of all programs (`measured_seconds`).
-      loops: whether the blocks' seconds are those in a loop.
+      piped: whether the blocks' seconds are those of a pipeline's passes.
     """
     profile = subject.profile()
     everything = slowest(by_host)
@@ -143,8 +147,8 @@ def profile_of(
             both = everything[f"{stem}both"] if backward is None else forward + backward
             seconds[kind, int(tensor), int(batch)] = forward, both
     measured = timings(seconds)
-    looped = {name: measured[f"{name}{LOOP}"] for name in measured if loops and f"{name}{LOOP}" in measured}
-    of_kind = measured | looped
+    passed = {name: measured[f"{name}{PIPED}"] for name in measured if piped and f"{name}{PIPED}" in measured}
+    of_kind = measured | passed
     kinds = {name: kind.model_copy(update={"timings": of_kind[name]}) for name, kind in profile.kinds.items()}
     changes = {
         "kinds": kinds,
@@ -175,7 +179,7 @@ def paces_of(by_host: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Call]:
     """Every program of a layer, compiled by one host for all, and the update."""
     everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec())
-    groups = _programs(subject, hosts.count, everywhere, loops=subject.piped)
+    groups = _programs(subject, hosts.count, everywhere, piped=subject.piped)
     compiled = hosts.compiled(
         {f"{group}{name}": one.lower for group, its in groups.items() for name, one in its.items()}
     )
@@ -194,18 +198,32 @@ def _named(name: str, tensor: int, batch: int) -> str:
 
 
 def _programs(
-    subject: Subject, hosts: int, place: NamedSharding, *, loops: bool
+    subject: Subject, hosts: int, place: NamedSharding, *, piped: bool
 ) -> dict[tuple[int, int], dict[str, LayerProgram]]:
-    """Programs of layers by tensor degree and number of rows.  loops: also of loops of blocks."""
+    """Programs of layers by tensor degree and number of rows.  piped: also of passes of a pipeline's stage."""
     shapes, profile = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile()
+    recompute = saved_by_pipelines(subject) if piped else None
     groups = {}
     for tensor in (t for t in (1, 2, 4, 8) if t <= hosts):
         parts, params = subject.parts(alone(tensor)), shard_of(shapes, tensor)
         kinds = {kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0}
         for batch in batches(subject, tensor, hosts):
             rows = subject.rows(batch)
-            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place, loops)
+            passes = Passes(count=passes_of(subject, batch), recompute=recompute) if recompute else None
+            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place, passes)
     return groups
+
+
+def saved_by_pipelines(subject: Subject) -> Recompute:
+    """What blocks save in a pipeline, here of two stages."""
+    layers = len(subject.profile().layers)
+    cuts = 0, layers // 2, layers
+    stages = tuple(
+        Stage(device=s, devices=1, chunks=(Chunk(first=first, runs=runs_of([1] * (stop - first))),))
+        for s, (first, stop) in enumerate(itertools.pairwise(cuts))
+    )
+    plan = Plan(model=subject.name, cluster="", batch=subject.batch, micro_batches=2, schedule="gpipe", stages=stages)
+    return subject.execution(plan, make_device_mesh(plan, jax.devices()[: len(stages)])).recompute
 
 
 def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:

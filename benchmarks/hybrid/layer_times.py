@@ -9,8 +9,8 @@ The head's forward pass ends in the loss.  One rank of a tensor axis runs on its
 other ranks' (`alone`), so that only communication is left out.
 
 They are timed in rows of the same call, as one program runs them, and in rotation, as stages with programs of their own
-do (`benchmarks.emulated.timing`).  Pipelines of one program run their blocks in loops, which read parameters from a
-stack and copy saved activations into and out of one: with `loops`, blocks are timed in a loop of `LOOPED`, too.
+do (`benchmarks.emulated.timing`).  Blocks are also timed in the passes of a pipeline's stage
+(`benchmarks.hybrid.passes`).
 
 This is simpler than `jhpt.measure.profile` and works for any network.  It does not see what XLA fuses across layers.
 """
@@ -24,22 +24,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from benchmarks.emulated.timing import Call
+from benchmarks.hybrid.passes import pass_programs
+from benchmarks.hybrid.programs import LayerProgram, Result, accumulating, drawn, program_of
 from jhpt.core.axes import TENSOR
 from jhpt.core.profile import Timing
 from jhpt.models.hooks import Hooks
-from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.layer_vjp import Saved, split_layer
 from jhpt.sharding.mesh import Axes
-from jhpt.sharding.model_parts import ModelParts, picked
+from jhpt.sharding.model_parts import ModelParts, Recompute, picked
 from jhpt.sharding.partition import parameter_spec, path_name
-from jhpt.sharding.sample_chunks import streaming
 
-LOOPED = 2
-"""Blocks of a loop that is timed, as many as a stage of these models often has."""
+PIPED = " piped"
+"""What the name of a kind of block ends with whose seconds are those of a pipeline's passes."""
 
-LOOP = " looped"
-"""What the name of a kind of block ends with whose seconds are those in a loop."""
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes of a pipeline's stage: how many a call has, and what blocks save."""
+
+    count: int
+    recompute: Recompute
 
 
 def alone(shards: int) -> Hooks:
@@ -62,22 +66,6 @@ def shard_of(params: Any, tensor: int) -> Any:
     return jax.tree_util.tree_map_with_path(shard, params)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerProgram:
-    """A program of a layer.  lower: to be compiled.  call: from the compiled program and the calls before it."""
-
-    lower: Callable[[], jax.stages.Lowered]
-    call: Callable[[Any, Mapping[str, Call]], Call]
-
-
-def calls_of(programs: Mapping[str, LayerProgram], compiled: Mapping[str, Any]) -> dict[str, Call]:
-    """Calls of the programs of `layer_programs`, in their order."""
-    calls: dict[str, Call] = {}
-    for name, one in programs.items():
-        calls[name] = one.call(compiled[name], calls)
-    return calls
-
-
 def layer_programs(
     parts: ModelParts,
     params: Any,
@@ -85,7 +73,7 @@ def layer_programs(
     kinds: Sequence[str],
     wanted: Set[str],
     place: NamedSharding,
-    loops: bool = False,
+    passes: Passes | None = None,
 ) -> dict[str, LayerProgram]:
     """`{"KIND forward": program, "KIND both": program}` for every kind of layer.
 
@@ -94,7 +82,7 @@ def layer_programs(
       kinds: of the embedding, every block and the head, in the order of the forward pass.
       wanted: kinds to time; of several layers of a kind the first is timed.
       place: where a program runs: the same on every device, each of which belongs to another host.
-      loops: whether there are loops of `LOOPED` blocks, too, as `KIND looped`.
+      passes: of a pipeline's stage of such blocks, to be timed, too, as `KIND piped`; None: none.
     """
     batch = len(jax.tree.leaves(rows)[0])
     context = parts.context(rows, jax.random.split(jax.random.key(0), batch))
@@ -116,8 +104,8 @@ def layer_programs(
             gradient, *errors = pull(error)
             return jax.tree.map(jnp.add, total, gradient), y, errors
 
-        programs[f"{kind} forward"] = _program(place, forward, args)
-        programs[f"{kind} both"] = _accumulating(place, both, args[0], (_like(shape), *args))
+        programs[f"{kind} forward"] = program_of(place, forward, args)
+        programs[f"{kind} both"] = accumulating(place, both, args[0], (drawn(shape), *args))
         return shape
 
     def add_block(kind: str, layer: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -130,52 +118,20 @@ def layer_programs(
                 gradient, down = split.backward(layer, at, saved, error)
                 return jax.tree.map(jnp.add, total, gradient), down
 
-            programs[f"{kind} forward"] = _program(place, split.forward, (layer, x, at))
-            saved_before = _Result(shapes=saved, of=lambda calls: calls[f"{kind} forward"]()[1])
-            programs[f"{kind} backward"] = _accumulating(place, backward, layer, (_like(y), layer, at), saved_before)
-            if loops:
-                programs.update(_looped(f"{kind}{LOOP}", parts, layer, x, context, place))
+            programs[f"{kind} forward"] = program_of(place, split.forward, (layer, x, at))
+            saved_before = Result(shapes=saved, of=lambda calls: calls[f"{kind} forward"]()[1])
+            programs[f"{kind} backward"] = accumulating(place, backward, layer, (drawn(y), layer, at), saved_before)
+            if passes is not None:
+                name, recompute, count = f"{kind}{PIPED}", passes.recompute, passes.count
+                programs.update(pass_programs(name, parts, recompute, layer, x, context, count, place))
         return jax.eval_shape(parts.block, layer, x, at)
 
     shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, context), None)
     for kind, layer in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
-        shape = add_block(kind, layer, _like(shape))
+        shape = add_block(kind, layer, drawn(shape))
     loss = lambda params, x, rows, context: parts.head_loss(params, x, rows, context).loss  # noqa: E731
-    add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, context), 1)
+    add(kinds[-1], loss, (picked(params, parts.head_reads), drawn(shape), rows, context), 1)
     return programs
-
-
-def _looped(
-    name: str, parts: ModelParts, layer: Any, x: jax.Array, context: Any, place: NamedSharding
-) -> dict[str, LayerProgram]:
-    """Programs of a loop of `LOOPED` blocks like this one."""
-
-    def add(gradient: Any, total: Any, beside: Any) -> Any:
-        return jax.tree.map(jnp.add, total, gradient)
-
-    loop = LayerLoop(
-        stream=streaming(parts, 1, in_turn=False),
-        first=0,
-        count=LOOPED,
-        unroll=False,
-        fetch=lambda layer: layer,
-        finish=add,
-    )
-    layers = jax.tree.map(lambda leaf: jnp.stack([leaf] * LOOPED), layer)
-
-    def forward(layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Any]:
-        y, passed = loop.forward(layers, x, context)
-        return y, passed.saved
-
-    def backward(total: Any, saved: Any, error: jax.Array, layers: Any, context: Any) -> Any:
-        return loop.backward(layers, loop.resumed(layers, error, context, saved), error, total)
-
-    y, saved = jax.eval_shape(forward, layers, x, context)
-    saved_before = _Result(shapes=saved, of=lambda calls: calls[f"{name} forward"]()[1])
-    return {
-        f"{name} forward": _program(place, forward, (layers, x, context)),
-        f"{name} backward": _accumulating(place, backward, layers, (_like(y), layers, context), saved_before),
-    }
 
 
 def timings(seconds: Mapping[tuple[str, int, int], tuple[float, float]]) -> dict[str, tuple[Timing, ...]]:
@@ -211,66 +167,3 @@ def _each_block(blocks: Any) -> list[Any]:
         for stack in stacks
         for at in range(len(jax.tree.leaves(stack)[0]))
     ]
-
-
-def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape), shape.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    """An argument that an earlier call returns."""
-
-    shapes: Any
-    of: Callable[[Mapping[str, Call]], Any]
-
-
-def _program(place: NamedSharding, function: Callable[..., Any], args: tuple[Any, ...]) -> LayerProgram:
-    def call(program: Any, _: Mapping[str, Call]) -> Call:
-        placed = _placed(args, place)
-        return lambda: program(*placed)
-
-    return LayerProgram(lower=lambda: jax.jit(function, out_shardings=place).lower(*_described(args, place)), call=call)
-
-
-def _accumulating(
-    place: NamedSharding, function: Callable[..., Any], like: Any, args: tuple[Any, ...], before: _Result | None = None
-) -> LayerProgram:
-    """`function(total, *args)`, whose first result is the next total, a tree like `like`.
-
-    before: an argument between `total` and `args`.
-    """
-
-    def lower() -> jax.stages.Lowered:
-        first = (like,) if before is None else (like, before.shapes)
-        described = _described((*first, *args), place)
-        return jax.jit(function, donate_argnums=0, out_shardings=place).lower(*described)
-
-    def call(program: Any, calls: Mapping[str, Call]) -> Call:
-        total = _placed(jax.tree.map(jnp.zeros_like, like), place)
-        given = (() if before is None else (before.of(calls),)) + _placed(args, place)
-
-        def run() -> Any:
-            nonlocal total
-            total, *others = program(total, *given)
-            return total, others
-
-        return run
-
-    return LayerProgram(lower=lower, call=call)
-
-
-def _described(tree: Any, place: NamedSharding) -> Any:
-    def described(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    return jax.tree.map(described, tree)
-
-
-def _placed(tree: Any, place: NamedSharding) -> Any:
-    """Arrays of this host as its part of what all hosts have."""
-
-    def placed(leaf: Any) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(leaf.shape, place, [jnp.asarray(leaf)])
-
-    return jax.tree.map(placed, tree)

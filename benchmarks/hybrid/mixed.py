@@ -24,16 +24,16 @@ from jhpt.planner.cost.model import CostModel
 
 
 def profiles_by_share(
-    subject: Subject, by_host: Sequence[dict[str, float]], shares: Sequence[float], *, loops: bool = False
+    subject: Subject, by_host: Sequence[dict[str, float]], shares: Sequence[float], *, piped: bool = False
 ) -> tuple[dict[float, ModelProfile], Rows]:
     """(the profile of the hosts with each share of the quota, the seconds of their layers as rows).
 
-    loops: as of `profile_of`.
+    piped: as of `profile_of`.
     """
     profiles, rows = dict[float, ModelProfile](), Rows()
     for share in dict.fromkeys(shares):
         same = [seconds for seconds, its in zip(by_host, shares, strict=True) if its == share]
-        profile, layers = profile_of(subject, same, loops=loops)
+        profile, layers = profile_of(subject, same, piped=piped)
         profiles[share] = profile.model_copy(update={"device": kind_name(share)})
         rows += [{**row, "share": share} for row in layers]
     return profiles, rows
@@ -48,7 +48,7 @@ def prices_by_speed(
 ) -> Prices:
     """Prices at one rate.
 
-    profiles: by share, of layers as one program of one stage runs them, as loops of a pipeline do, and as programs of
+    profiles: by share, of layers as one program of one stage runs them, as passes of a pipeline do, and as programs of
       stages do.
     """
     shares = quota.shares

@@ -61,8 +61,8 @@ class Pace:
 
 
 def moment(hosts: Hosts[Task], before: Seconds, together: Sequence[Seconds], alone: Sequence[Seconds]) -> Moment:
-    """What follows from the seconds of this host's layers, medians over rounds, geometric means over programs, and of
-    the pace over hosts.
+    """What follows from the seconds of this host's layers, medians over rounds, and of the pace the geometric mean over
+    hosts.
 
     A gain by being alone is that of a round, so that a change of the machine's pace is not taken for one.
 
@@ -78,11 +78,17 @@ def moment(hosts: Hosts[Task], before: Seconds, together: Sequence[Seconds], alo
 
 
 def by_rows(seconds: Seconds, others: Seconds) -> dict[int, float]:
-    """Seconds of programs over other seconds of them: by number of rows the geometric mean."""
-    ratios: dict[int, list[float]] = {}
+    """Seconds of all programs together over other seconds of them, by number of rows.
+
+    So a program counts by what it takes, as in a step.  Embeddings and heads of few rows take 0.1 ms, much of it for
+    the call: among steps of mlp they took up to 15 % longer than before, when blocks took 5 % less.
+    """
+    sums: dict[int, list[float]] = {}
     for name, each in seconds.items():
-        ratios.setdefault(rows_of(name), []).append(each / others[name])
-    return {rows: statistics.geometric_mean(each) for rows, each in ratios.items()}
+        both = sums.setdefault(rows_of(name), [0.0, 0.0])
+        both[0] += each
+        both[1] += others[name]
+    return {rows: its / other for rows, (its, other) in sums.items()}
 
 
 def rows_of(name: str) -> int:

@@ -7,7 +7,7 @@ For each model, all hosts measure or compute:
     plans      made from both
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
     nearby     of the planner's candidates those close to the fastest and the plans near them, in turn: it keeps the
-               fastest
+               fastest, another one than before only if it is faster once more
     steps      of what is kept, in turn at every rate, and some layers again, of all hosts and of one alone: predictions
                are for hosts that compute as fast as these did meanwhile
 
@@ -117,10 +117,10 @@ def _priced(
     if quota.shares:
         assert dispatch is not None and of_stages is not None, "on mixed hosts general plans compete"
         profiles, rows = profiles_by_share(subject, by_host, quota.shares)
-        looped, _ = profiles_by_share(subject, by_host, quota.shares, loops=True)
+        passed, _ = profiles_by_share(subject, by_host, quota.shares, piped=True)
         apart, more = profiles_by_share(subject, of_stages, quota.shares)
         rows += [*_in_rotation(more), {"row": "paces", "model": subject.name, "alone": alone}]
-        kinds = profiles, looped, apart
+        kinds = profiles, passed, apart
         found = {rate: prices_by_speed(kinds, link, rate, quota, dispatch) for rate, link in links.items()}
         return {rate: replace(prices, alone=alone) for rate, prices in found.items()}, pace, rows
     profile, rows = profile_of(subject, by_host)
@@ -132,7 +132,7 @@ def _priced(
         passes, more = profile_of(subject, of_stages)
         rows += _in_rotation(more)
         general = passes, dispatch
-    pipeline, _ = profile_of(subject, by_host, loops=True)
+    pipeline, _ = profile_of(subject, by_host, piped=True)
     found = prices_by_rate(profile, links, quota, hosts.count, general, pipeline)
     return {rate: replace(prices, alone=alone) for rate, prices in found.items()}, pace, rows
 
@@ -175,12 +175,26 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
 
 
 def fastest_nearby(hosts: Hosts[Task], leading: Variant, near: Sequence[Variant], steps: Steps) -> tuple[Variant, Rows]:
-    """(the fastest of these candidates of the plan, of which one was `leading`, rows of all if there are several)."""
+    """(the fastest of these candidates of the plan, of which one was `leading`, rows of all if there are several).
+
+    If another one takes the lead, both are timed once more, and that decides between them.
+    """
     if len(near) == 1:
         return near[0], []
-    samples = in_turn(hosts, {one.key: steps[one.key] for one in near}, hosts.task.trial_rounds, warmup=False)
+    samples = _timed(hosts, near, steps)
     rows = [{**one.to_json(), "samples_s": samples[one.key], "leads": one.key == leading.key} for one in near]
-    return _decided(near, samples, leading), rows
+    closest = _decided(near, samples, leading)
+    if closest.key == leading.key:
+        return closest, rows
+    both = (leading, closest)
+    again = _timed(hosts, both, steps)
+    rows = [row | {"again_s": again[one.key]} if one.key in again else row for one, row in zip(near, rows, strict=True)]
+    return _decided(both, again, leading), rows
+
+
+def _timed(hosts: Hosts[Task], candidates: Sequence[Variant], steps: Steps) -> dict[str, list[float]]:
+    """Seconds of these candidates in turn, by their keys."""
+    return in_turn(hosts, {one.key: steps[one.key] for one in candidates}, hosts.task.trial_rounds, warmup=False)
 
 
 def _decided(

@@ -3,9 +3,11 @@
 import re
 import statistics
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,9 +19,10 @@ from benchmarks.hybrid import text
 from benchmarks.hybrid.baselines import swept
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
 from benchmarks.hybrid.competitors import planned, predicted_seconds, prices_by_rate, request_of, unpriced_messages
-from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange
-from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
+from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange, saved_by_pipelines
+from benchmarks.hybrid.layer_times import Passes, alone, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
+from benchmarks.hybrid.programs import calls_of, drawn
 from benchmarks.hybrid.quota import Host, Quota, compute, pipeline_seconds, placement
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import DATA_PARALLEL, MODELS, ONE_HOST, TRIALS, Task
@@ -442,12 +445,12 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, context).shape
 
 
-def calls_of_layers(subject, layers, wanted, *, loops=False):
+def calls_of_layers(subject, layers, wanted, passes=None):
     """Of one of two tensor ranks, four rows."""
     shapes = jax.eval_shape(subject.init, jax.random.key(0))
     place = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("all",)), PartitionSpec())
     parts, share = subject.parts(alone(2)), shard_of(shapes, 2)
-    programs = layer_programs(parts, share, subject.rows(4), layers, wanted, place, loops)
+    programs = layer_programs(parts, share, subject.rows(4), layers, wanted, place, passes)
     return calls_of(programs, {name: one.lower().compile() for name, one in programs.items()})
 
 
@@ -471,29 +474,49 @@ def test_gradients_of_micro_batches_are_added_up():
             np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-6)
 
 
-def test_blocks_in_a_loop_are_as_many_times_the_same_block():
-    subject = SUBJECTS["mlp"]()
-    calls = calls_of_layers(subject, subject.profile().layers, {"block"}, loops=True)
-    assert list(calls) == [f"block{loop} {way}" for loop in ("", " looped") for way in ("forward", "backward")]
-    (y, saved), (_, both) = calls["block forward"](), calls["block looped forward"]()
-    assert y.shape == (4, 256) and [leaf.shape for leaf in both] == [(2, *leaf.shape) for leaf in saved]
-    for one, stacked in zip(saved, both, strict=True):
-        np.testing.assert_array_equal(one, stacked[0])  # the second block has another input
-    gradients = calls["block looped backward"]()[0]
-    last = calls["block backward"]()[0]  # of the same error, but the first block's saved activations
-    shapes = jax.tree.map(lambda leaf: (2, *leaf.shape), last)
-    assert jax.tree.map(lambda leaf: leaf.shape, gradients) == shapes
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_passes_of_a_stage_are_those_of_its_blocks(name):
+    """What leaves the last micro-batch, the sum of the gradients of all, and the error of the first; against one
+    function of all micro-batches."""
+    subject, count = SUBJECTS[name](), 3
+    kinds = subject.profile().layers
+    calls = calls_of_layers(subject, kinds, {kinds[1]}, Passes(count=count, recompute=saved_by_pipelines(subject)))
+    assert list(calls) == [f"{kinds[1]}{piped} {way}" for piped in ("", " piped") for way in ("forward", "backward")]
+    (y, ring), (gradients, (error,)) = calls[f"{kinds[1]} piped forward"](), calls[f"{kinds[1]} piped backward"]()
+    gradients = jax.tree.map(np.array, gradients)
+    _, everything = calls[f"{kinds[1]} forward"]()
+    assert {leaf.shape[:2] for leaf in ring} == {(count, 2)}
+    assert sum(leaf[0, 0].size for leaf in ring) <= sum(leaf.size for leaf in everything)
+
+    parts, share = subject.parts(alone(2)), shard_of(jax.eval_shape(subject.init, jax.random.key(0)), 2)
+    rows = subject.rows(4)
+    context = parts.context(rows, jax.random.split(jax.random.key(0), 4))
+    layer = jax.tree.map(lambda leaf: leaf[0], share["blocks"]["0"] if "0" in share["blocks"] else share["blocks"])
+    xs = drawn(jax.ShapeDtypeStruct((count, *y.shape), y.dtype))
+
+    def both(layers, xs):
+        for at in range(2):
+            block = jax.tree.map(lambda leaf, at=at: leaf[at], layers)
+            xs = jnp.stack([parts.block(block, x, (context, jnp.int32(at))) for x in xs])
+        return xs
+
+    ys, pull = jax.vjp(both, jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer), xs)
+    expected, errors = pull(xs)
+    close = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-4)
+    close(y, ys[-1])
+    close(error, errors[0])
+    jax.tree.map(close, gradients, expected)
 
 
-def test_pipelines_of_one_program_take_what_blocks_take_in_loops():
-    """A profile of loops changes what pipelines of one program are predicted to take, and nothing else."""
+def test_pipelines_of_one_program_take_what_blocks_take_in_passes():
+    """A profile of passes changes what pipelines of one program are predicted to take, and nothing else."""
     subject = SUBJECTS["mlp"]()
     profile = timed(subject.profile())
     block = profile.kinds["block"]
     slower = tuple(
         timing.model_copy(update={"forward": tuple(2 * each for each in timing.forward)}) for timing in block.timings
     )
-    loops = profile.model_copy(
+    passes = profile.model_copy(
         update={"kinds": profile.kinds | {"block": block.model_copy(update={"timings": slower})}}
     )
     one, other = (
@@ -501,7 +524,7 @@ def test_pipelines_of_one_program_take_what_blocks_take_in_loops():
             (variant.name, variant.key): variant
             for variant in planned(subject, prices_by_rate(profile, {5e8: LINK}, QUOTA, 4, pipeline=pipeline))
         }
-        for pipeline in (None, loops)
+        for pipeline in (None, passes)
     )
     both = set(one) & set(other)
     assert {len(one[each].plan.stages) > 1 for each in both} == {True, False}
