@@ -22,7 +22,7 @@ MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Variables with which glibc keeps the memory that a host has freed, in one heap, as `jhpt train` does
-(`jhpt.training.runtime.keep_heap`), and asks the kernel for pages of 2 MiB: as the memory of a device.  With its
+(`jhpt.training.runtime.keep_heap`), and asks the kernel for pages of 2 MiB: like the memory of a device.  With its
 defaults a step of vgg took 5 % more processor time, and single passes up to twice as much, for pages to be given back
 and taken again.  Pages of 4 KiB lie differently in every process: backward and forward pass of gpt's head, 8 sequences,
 took 195 ms in one, 206 to 241 ms on the hosts of another, and 255 ms in a third, when a whole step took as long as
