@@ -107,7 +107,7 @@ class Lab:
         """Sets the rate of every link in each direction; None lifts the limit.
 
         While hosts run, let them wait for each other first: the links are set one by one, which takes a hundredth of a
-        second for four hosts, and packets in a queue are lost when a limit is lifted.
+        second for four hosts, and packets in a queue are lost.
 
         Raises: InputError for a rate that no link can have; LabError where the kernel refuses.
         """

@@ -500,7 +500,7 @@ def test_passes_of_a_stage_are_those_of_its_blocks(name):
             xs = jnp.stack([parts.block(block, x, (context, jnp.int32(at))) for x in xs])
         return xs
 
-    ys, pull = jax.vjp(both, jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer), xs)
+    ys, pull = jax.vjp(jax.jit(both), jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer), xs)
     expected, errors = pull(xs)
     close = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-4)
     close(y, ys[-1])
