@@ -14,10 +14,9 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
     spmd                   the plan of one program that the planner predicts to be the best, from layers and links
                            measured on the hosts before
     general                the same of plans with a program for each stage; not with `--quick`
-    plan                   what `parallel: auto` trains with `space: both` and `trials: 4`: of four plans of either kind,
-                           predicted to be the best, unlike ones first, and of those near the fastest of them, with half
-                           and twice their number of micro-batches, the one that trials decide for
-                           (`jhpt.training.trials`)
+    plan                   what `parallel: auto` trains with `space: both` and `trials: 4` (`jhpt.training.trials`): of
+                           four plans, predicted to be the best, unlike ones first, and of those near the fastest, with
+                           half and twice their number of micro-batches, the one that trials decide for
 
 Baselines are tried before the rounds, with several numbers of micro-batches or shapes (`baselines`), and the fastest
 one as measured enters the rounds; rows of kind "trial" have the samples, those of kind "nearby" the second part of the
