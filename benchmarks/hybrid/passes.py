@@ -2,7 +2,7 @@
 
 They differ from those of blocks alone (`benchmarks.hybrid.layer_times`): a pipeline saves the named tensors of a block
 in a stack with a row for each micro-batch, and recomputes the others; its blocks read their parameters from a stack and
-add gradients to one; and all of it is one program, which nobody calls for each pass.  On half a core of an AMD EPYC two
+add gradients to one; and all passes are one program, without a call for each.  On half a core of an AMD EPYC two
 blocks of mlp took 0.87 to 0.91 times as long for 64 and 128 rows as in a loop over the blocks that is called for every
 pass, and as long as the stages of a real step (processor seconds, docs/reports/hybrid.md).
 """
