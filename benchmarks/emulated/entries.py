@@ -20,7 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Measured:
     """Seconds of a step by competitor.
 
-    samples: of every launch, of every round.  predicted: of every launch, which may have measured its parts anew.
+    samples: of every launch, of every round, in which some run several times.  predicted: of every launch, which may
+    have measured its parts anew.
     """
 
     samples: Mapping[str, Sequence[Sequence[float]]]
@@ -33,7 +34,8 @@ class Measured:
 
     def ratios(self, other: str, ours: str) -> list[float]:
         """Seconds of one competitor / seconds of the other, of every launch."""
-        return [times_as_fast(*pair) for pair in zip(self.samples[other], self.samples[ours], strict=True)]
+        launches = zip(self.samples[other], self.samples[ours], strict=True)
+        return [times_as_fast(*paired(theirs, mine)) for theirs, mine in launches]
 
     def ratio(self, other: str, ours: str) -> float:
         """The geometric mean over launches of `ratios`."""
@@ -64,6 +66,23 @@ class Measured:
         """How far launches lie apart: the largest median / the smallest - 1; 0 with one launch."""
         medians = self.medians(name)
         return max(medians) / min(medians) - 1
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> tuple[list[float], list[float]]:
+    """As many samples of both, from the same rounds in the same order: of what ran more often the medians of as many
+    runs in a row as there are to one run of the other."""
+    count = min(len(one), len(other))
+    if len(one) % count or len(other) % count:
+        raise ValueError(
+            f"{len(one)} and {len(other)} samples are not of the same rounds: one number divides the other"
+        )
+    return _medians(one, count), _medians(other, count)
+
+
+def _medians(samples: Sequence[float], count: int) -> list[float]:
+    """Of so many pieces of equal length."""
+    length = len(samples) // count
+    return [statistics.median(samples[at * length : (at + 1) * length]) for at in range(count)]
 
 
 def numbered(rows: Iterable[Row], launch: int) -> list[dict[str, Any]]:

@@ -19,15 +19,25 @@ SAMPLE_S = 0.06
 
 
 def in_turn(
-    hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int, *, warmup: bool = True
+    hosts: Hosts[Any],
+    steps: Mapping[str, Call],
+    rounds: int,
+    *,
+    warmup: bool = True,
+    times: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every step until the last host has finished it, the same on all hosts (`by_host_in_turn`)."""
-    by_host = by_host_in_turn(hosts, steps, rounds, warmup=warmup)
+    by_host = by_host_in_turn(hosts, steps, rounds, warmup=warmup, times=times)
     return {name: [max(times) for times in samples] for name, samples in by_host.items()}
 
 
 def by_host_in_turn(
-    hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int, *, warmup: bool = True
+    hosts: Hosts[Any],
+    steps: Mapping[str, Call],
+    rounds: int,
+    *,
+    warmup: bool = True,
+    times: Mapping[str, int] | None = None,
 ) -> dict[str, list[tuple[float, ...]]]:
     """Seconds of every step in every round, of every host.
 
@@ -36,12 +46,13 @@ def by_host_in_turn(
 
     Args:
       warmup: whether each step runs once before.
+      times: of steps that run several times in every round, how often.
     """
     names, samples = list(steps), {name: list[float]() for name in steps}
     for name in names if warmup else ():
         hosts.say(f"first step of {name}")
         jax.block_until_ready(steps[name]())
-    for order in orders(names, rounds):
+    for order in orders(names, rounds, times):
         for name in order:
             hosts.wait()
             start = time.perf_counter()
@@ -51,13 +62,17 @@ def by_host_in_turn(
     return {name: list(zip(*(one[name] for one in everyone), strict=True)) for name in names}
 
 
-def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of every round: random, never that of the round before, and the same on all hosts."""
+def orders(names: Sequence[str], rounds: int, times: Mapping[str, int] | None = None) -> list[list[str]]:
+    """The order of every round: random, never that of the round before, and the same on all hosts.
+
+    times: as of `by_host_in_turn`.
+    """
+    turns = [name for name in names for _ in range((times or {}).get(name, 1))]
     random, made = Random(0), list[list[str]]()
     for _ in range(rounds):
-        order = random.sample(names, len(names))
+        order = random.sample(turns, len(turns))
         while len(names) > 1 and made and order == made[-1]:
-            order = random.sample(names, len(names))
+            order = random.sample(turns, len(turns))
         made.append(order)
     return made
 

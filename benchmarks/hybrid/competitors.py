@@ -190,11 +190,14 @@ def spmd_variants(subject: Subject, prices: Prices) -> list[Variant]:
 
 def general_variants(subject: Subject, prices: Prices) -> list[Variant]:
     """The planner's plans of several stages with a program each, or with samples by speed, on all hosts, the one
-    predicted fastest first."""
+    predicted fastest first: those that `jhpt train` tries beside plans of one program."""
     model, dispatch = prices.general, prices.dispatch
     assert model is not None and dispatch is not None
     cluster, slowest = model.cluster, min(prices.quota.of(host) for host in range(model.cluster.num_devices))
-    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
+    stages = 1 if cluster.mixed else 2
+    wanted = request(
+        subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True, fewest_stages=stages
+    )
     answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
     found = []
     for plan in (answer.plan, *answer.alternatives):

@@ -38,11 +38,13 @@ class Pace:
     seconds: Seconds
 
     def among(
-        self, hosts: Hosts[Task], steps: Mapping[str, Call], rounds: int
+        self, hosts: Hosts[Task], steps: Mapping[str, Call], rounds: int, times: Mapping[str, int] | None = None
     ) -> tuple[dict[str, list[float]], Moment]:
         """(seconds of every step in turn, how fast hosts computed meanwhile).
 
         In every round all hosts time their layers once, and one host does alone.  Steps have run before.
+
+        times: of steps that run several times in every round, how often.
         """
         together, alone = list[dict[str, float]](), list[dict[str, float]]()
 
@@ -53,7 +55,7 @@ class Pace:
             alone.append(self._now() if hosts.rank == 0 else {})
 
         layers = {"layers of all hosts": of_all, "layers of one host": of_one}
-        samples = in_turn(hosts, {**steps, **layers}, rounds, warmup=False)
+        samples = in_turn(hosts, {**steps, **layers}, rounds, warmup=False, times=times)
         return {name: samples[name] for name in steps}, moment(hosts, self.seconds, together, alone)
 
     def _now(self) -> dict[str, float]:

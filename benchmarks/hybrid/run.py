@@ -69,6 +69,11 @@ from jhpt.core.plan import Plan
 TRIAL_ROUNDS = 5
 """How often every candidate of a trial is timed: as often as `jhpt train` does (`jhpt.training.trials.TIMED`)."""
 
+OFTEN = 3
+"""How often the plan, data parallelism and GPipe run in every round.  With 8 runs of each, two measurements of data
+parallelism lay 0.7 % apart on one machine, root mean square, and 2 % on two others (docs/reports/hybrid.md), too much
+to tell 0.97 from 1."""
+
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
 
@@ -383,6 +388,7 @@ def measure(
         models=tuple(models),
         rates=tuple(rates),
         rounds=4 if quick else 12 if bubble else 8,
+        often=1 if quick or mixed else OFTEN,
         trial_rounds=3 if quick else TRIAL_ROUNDS,
         layer_rounds=3 if quick else 5,
         link_rounds=3 if quick else 5,

@@ -23,6 +23,9 @@ SPMD, GENERAL, PLAN = "spmd", "general", "plan"
 """The plans predicted to be the best of one program and of a program for each stage, and the planner's plan: of those
 of both kinds that are predicted to be the fastest, the one that a trial chooses (`parallel.trials`)."""
 
+JUDGED = (DATA_PARALLEL, GPIPE, PLAN)
+"""Competitors between which a difference of 3 % counts, so they run more often than others."""
+
 TRIALS = 4
 """Plans that the planner's trial compares at each rate."""
 
@@ -44,7 +47,8 @@ class Task(Launch):
     """One launch.
 
     rates: bits per second.
-    rounds: how often a step is timed.  trial_rounds: how often that of each candidate is, before the rounds.
+    rounds: how often a step is timed.  often: how often those of `JUDGED` are in every round.
+    trial_rounds: how often that of each candidate is, before the rounds.
     layer_rounds, link_rounds: how often a layer, a message is.
     bubbles: widths of perceptrons of which the bubbles of pipelines are measured too.  general: whether general plans
     compete, for which dispatch is measured.
@@ -53,6 +57,7 @@ class Task(Launch):
     models: tuple[str, ...]
     rates: tuple[float, ...]
     rounds: int
+    often: int
     trial_rounds: int
     layer_rounds: int
     link_rounds: int

@@ -8,8 +8,9 @@ For each model, all hosts measure or compute:
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
     nearby     of the planner's candidates those close to the fastest and the plans near them, in turn: it keeps the
                fastest, another one than before only if it is faster once more
-    steps      of what is kept, in turn at every rate, and some layers again, of all hosts and of one alone: predictions
-               are for hosts that compute as fast as these did meanwhile
+    steps      of what is kept, in turn at every rate, the plan and its baselines several times in every round, and some
+               layers again, of all hosts and of one alone: predictions are for hosts that compute as fast as these did
+               meanwhile
 
 While programs are compiled, quotas are lifted.
 """
@@ -43,7 +44,7 @@ from benchmarks.hybrid.pace import Pace
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import on_one_host, ready, traced
-from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, PLAN, SHORT, Task
+from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, JUDGED, PLAN, SHORT, Task
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.training.trials import close, decided
@@ -90,7 +91,7 @@ def run_model(
         entries = [closest if one.name in PLANNED else one for one in kept[rate]]
         competitors = {variant.name: variant for variant in with_repeats(entries, here)}
         entered = {one: steps[variant.key] for one, variant in competitors.items()}
-        samples, moment = pace.among(hosts, entered, hosts.task.rounds)
+        samples, moment = pace.among(hosts, entered, hosts.task.rounds, dict.fromkeys(JUDGED, hosts.task.often))
         rows.append({"row": "pace", "model": name, "bits_per_s": rate, **asdict(moment)})
         meanwhile = prices[rate].at(moment)
         rows += [

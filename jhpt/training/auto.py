@@ -6,6 +6,7 @@ fewer devices are left out; where one of them is clearly faster, a note says so.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -146,6 +147,8 @@ def _solved(
     answers, refusals = list[tuple[Answer, Request]](), list[InputError]()
     for space in config.parallel.spaces:
         wanted = _request(config, space)
+        if _with_spmd(config, space, room):
+            wanted = replace(wanted, fewest_stages=2)
         try:
             answers.append((solve(profile, room, wanted, space, others), wanted))
         except InputError as error:
@@ -157,6 +160,17 @@ def _solved(
     if note := _fewer_are_faster([answer.plan for answer, _ in answers], [one.plan for one in found]):
         say(note)
     return found
+
+
+def _with_spmd(config: Config, space: Space, cluster: Cluster) -> bool:
+    """Whether plans with a program for each stage are tried beside such of one program, which has all plans of one
+    stage.
+
+    A search that stops where nothing is faster than a plan of one stage would find no pipeline to try, although the
+    fastest one may be predicted to take only a little longer.
+    """
+    both = len(config.parallel.spaces) > 1 and config.parallel.trials > 1
+    return both and space == "general" and not cluster.mixed and cluster.num_devices > 1
 
 
 def _fewer_are_faster(best: Sequence[Plan], tried: Sequence[Plan]) -> str:

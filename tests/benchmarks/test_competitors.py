@@ -18,6 +18,7 @@ from benchmarks.convergence import cell
 from benchmarks.convergence.cells import SEEDS, Cell, cells
 from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
+from benchmarks.emulated.entries import Measured, paired
 from benchmarks.emulated.timing import Series, in_turn, orders, trial, typical_seconds
 from benchmarks.hybrid import costs, worker
 from benchmarks.hybrid.baselines import equal_splits
@@ -236,6 +237,25 @@ def test_every_round_has_an_order_of_its_own():
     one_after_the_other = [*itertools.chain(*rounds)]
     assert len({pair for pair in pairwise(one_after_the_other) if pair[0] != pair[1]}) == 6 * 5
     assert {(name, order.index(name)) for order in rounds for name in order} == {*itertools.product("abcdef", range(6))}
+
+
+def test_some_run_several_times_in_every_round(clock):
+    """At any place of the round; the samples of a round stand together."""
+    rounds = orders("abc", 200, {"b": 3, "unknown": 2})
+    assert all(sorted(order) == [*"abbbc"] for order in rounds) and len({"".join(order) for order in rounds}) == 20
+    samples = in_turn(Two(0.5), {"a": clock(1.0), "b": clock(2.0)}, 2, times={"b": 3})
+    assert samples == {"a": [1.0] * 2, "b": [2.0] * 6}
+
+
+def test_ratios_compare_what_ran_in_the_same_rounds():
+    """Sample by sample, or the median of a round where one of the two ran several times in it."""
+    rounds = {"often": [1.0, 9.0, 2.0, 4.0, 4.0, 1.0], "too": [2.0, 9.0, 8.0, 2.0, 4.0, 2.0], "once": [4.0, 2.0]}
+    measured = Measured(samples={name: [samples] for name, samples in rounds.items()}, predicted={})
+    assert measured.ratios("often", "too") == [pytest.approx(0.75)]  # of 1/2, 1, 1/4, 2, 1, 1/2
+    assert measured.ratios("once", "often") == [1.25]  # of 4/2 and 2/4
+    assert measured.ratios("often", "once") == [1.25]
+    with pytest.raises(ValueError, match="6 and 4 samples"):
+        paired(rounds["often"], [1.0] * 4)
 
 
 def test_the_slowest_host_of_each_round_counts(clock, monkeypatch):

@@ -25,7 +25,7 @@ from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.programs import calls_of, drawn
 from benchmarks.hybrid.quota import Host, Quota, compute, pipeline_seconds, placement
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import DATA_PARALLEL, MODELS, ONE_HOST, TRIALS, Task
+from benchmarks.hybrid.task import DATA_PARALLEL, JUDGED, MODELS, ONE_HOST, TRIALS, Task
 from benchmarks.netlab import Lab, LabError, why_not
 from benchmarks.networks.mlp import MLP
 from jhpt.core.calibration import order_error
@@ -281,6 +281,7 @@ def test_a_task_is_its_text():
         models=("mlp",),
         rates=(1e8,),
         rounds=1,
+        often=3,
         trial_rounds=1,
         layer_rounds=1,
         link_rounds=1,
@@ -695,6 +696,7 @@ def test_small_run_on_two_hosts(tmp_path):
             models=("mlp",),
             rates=(1e9,),
             rounds=2,
+            often=2,
             trial_rounds=1,
             layer_rounds=1,
             link_rounds=1,
@@ -703,7 +705,10 @@ def test_small_run_on_two_hosts(tmp_path):
         rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
     (entry,) = hybrid.entries(rows)
     assert {"data parallel", "data parallel again", "data parallel 16 bits", "gpipe", "plan"} <= set(entry.samples)
-    assert all(len(samples) == 2 and min(samples) > 0 for (samples,) in entry.samples.values())
+    assert all(min(samples) > 0 for (samples,) in entry.samples.values())
+    assert {name: len(samples) for name, (samples,) in entry.samples.items()} == {
+        name: 4 if name in JUDGED else 2 for name in entry.samples
+    }
     assert {row["row"] for row in rows} == {
         "link",
         "quota",

@@ -130,6 +130,15 @@ def test_a_note_says_that_fewer_processes_would_be_faster(tiny, tmp_path, measur
     assert not fewer or (said[0].startswith("note: 1 of the 8 devices") and "start fewer processes" in said[0])
 
 
+def test_a_program_for_each_stage_is_tried_where_one_stage_is_predicted_to_be_faster(tiny):
+    """The search for it does not stop at the plan of one stage, which is that of one program."""
+    cluster, config = here(4), tiny(**QUICK, parallel="auto", **{"parallel.space": "both", "parallel.trials": 4})
+    profile = analytic_profile(config, cluster.nodes[0].device, "float32")
+    found = [one.plan for one in auto._solved(config, profile, cluster, 1, {}, lambda line: None)]
+    assert len(found[0].stages) == 1 and found[0].space == "spmd"
+    assert any(len(plan.stages) > 1 for plan in found if plan.space == "general")
+
+
 def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
     config, out = tiny(**SHORT | {"train.steps": 3}), tmp_path / "run"
     requested = request(config.data.batch_size, 2, schedules=("eager-1f1b",))

@@ -45,6 +45,8 @@ class Request:
     sequence: bool = True
     """Whether plans may use sequence parallelism."""
     max_stages: int = 1 << 30
+    fewest_stages: int = 1
+    """For space="general" only."""
     whole: bool = False
     """Whether every device of the cluster must take part; for space="general" only."""
     sample_chunks: tuple[int, ...] = (1,)

@@ -1,6 +1,7 @@
 """Samples by the speed of devices: dealt out as well as they can be, priced, and chosen."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,8 @@ def test_the_fastest_plan_has_samples_by_speed():
     # Without them the fast ones would have two: 2 x 27 s; or all layers in stages by speed.
     others = [plan for plan in answer.alternatives if not plan.by_speed]
     assert others and min(plan.seconds for plan in others) > answer.estimate.seconds
+    several = solve(EQUAL, two.cluster, replace(wanted, fewest_stages=2), "general")  # samples by speed have one stage
+    assert all(len(plan.stages) > 1 for plan in (several.plan, *several.alternatives))
 
 
 def test_the_decision_set_is_part_of_that_of_the_oracle():

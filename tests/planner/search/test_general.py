@@ -1,6 +1,7 @@
 """What `general` prunes by: every bound against what it bounds."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ from jhpt.planner.search.stages import (
     stage_seconds_gpipe,
     stage_seconds_in_line,
 )
-from tests.planner.brute_force import optimum, plan_of
+from tests.planner.brute_force import best as best_of
+from tests.planner.brute_force import general_plans, optimum, plan_of
 from tests.planner.instances import random_cluster, random_instance, random_profile
 
 BELOW = 1 + 1e-9
@@ -255,3 +257,20 @@ def test_the_best_plan_survives_the_sharpest_pruning(seed):
     start = Incumbent(seconds=best.seconds * (1 + 1e-7), plan=plan_of(draft, asked, model, "general"))
     search_general(asked, model, start)
     assert start.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_the_best_plan_of_several_stages():
+    """As brute force finds it, also where one stage would be faster and its plan would cut off all others."""
+    faster_alone = 0
+    for seed in range(8):
+        rng, plan = np.random.default_rng(6000 + seed), None
+        while plan is None:  # until something fits
+            instance = random_instance(rng, "general", layers=4, devices=4, plans=600, mixed=seed % 2 == 1)
+            asked, model = instance.asked, instance.model
+            plans = list(general_plans(asked, model))
+            seconds, plan, _ = best_of((each for each in plans if len(each.stages) > 1), model)
+        found = solve(model.profile, model.cluster, replace(asked, fewest_stages=2), "general", model.others)
+        assert found.estimate.seconds == pytest.approx(seconds, rel=1e-9) and len(found.plan.stages) > 1
+        assert all(len(each.stages) > 1 for each in found.alternatives)
+        faster_alone += best_of((each for each in plans if len(each.stages) == 1), model)[0] < seconds
+    assert faster_alone > 1

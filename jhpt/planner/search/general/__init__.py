@@ -3,6 +3,7 @@
 Decision set of space="general":
 
     micro-batches   every divisor M of the batch
+    stages          as many as the request allows
     cuts            any contiguous non-empty ranges of layers
     nodes           on a mixed cluster the kinds of nodes in any order (`rows`); else as they are
     devices         every stage has any number of the next devices in order; on a mixed cluster it may also begin on a
@@ -26,7 +27,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import Chunk, Schedule, Zero, runs_of
+from jhpt.core.plan import Chunk, Plan, Schedule, Zero, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.by_speed import offer_by_speed
@@ -53,7 +54,8 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
     orders = [(row, Minima(row.model, minima)) for row in rows(model)]
     if incumbent.plan is None:
         _seed(request, *orders[0], incumbent)
-    offer_by_speed(request, pipelines(request)[0], model, incumbent)
+    if request.fewest_stages == 1:
+        offer_by_speed(request, pipelines(request)[0], model, incumbent)
     if incumbent.settled:
         return
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
@@ -116,7 +118,7 @@ def _seed(request: Request, row: Row, minima: Minima, incumbent: Incumbent) -> N
     schedule = pipelines(request)[0]
     for m, zero, recompute in itertools.product(request.micro_batches, _levels(request), request.recompute):
         for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
-            if request.whole and k % s:
+            if s < request.fewest_stages or (request.whole and k % s):
                 continue
             edges = [n * i // s for i in range(s + 1)]
             stages = tuple(
@@ -135,5 +137,11 @@ def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> N
         # Nothing has to be proven here, so a few prefixes of every grid are enough.
         start = Incumbent(any_plan=best.any_plan, unvisited=0.0)
         search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
-        if start.plan is not None and (not request.whole or start.plan.devices == model.cluster.num_devices):
+        if start.plan is not None and _allowed(start.plan, request, model):
             best.offer(start.plan, model)
+
+
+def _allowed(plan: Plan, request: Request, model: CostModel) -> bool:
+    """Whether a plan has as many stages and devices as the request asks for."""
+    enough = len(plan.stages) >= request.fewest_stages
+    return enough and (not request.whole or plan.devices == model.cluster.num_devices)

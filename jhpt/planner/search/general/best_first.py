@@ -317,7 +317,7 @@ class Search:
 
     def _roots(self) -> list[Node]:
         suffixes, nodes = self.suffixes, []
-        for s in range(1, suffixes.distinct + 1):
+        for s in range(self.problem.request.fewest_stages, suffixes.distinct + 1):
             bound = suffixes.root(s)
             if suffixes.open_ended and s == suffixes.distinct:
                 self.incumbent.note_unexplored_bound(bound)
