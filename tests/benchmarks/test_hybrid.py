@@ -713,6 +713,7 @@ def test_small_run_on_two_hosts(tmp_path):
         "link",
         "quota",
         "exchange",
+        "meeting",
         "dispatch",
         "layer",
         "layer in rotation",
