@@ -106,7 +106,7 @@ PARTS = (BUBBLE, *MODELS, MIXED_HOSTS)
 """What can be measured alone: the bubble, each model, and the hosts of different quotas."""
 
 LIMIT_S = 5400.0
-"""Seconds for one launch; that of gpt2-like took 18 minutes on the fastest machine so far and 39 on the slowest."""
+"""Seconds for one launch; that of bert-like, the longest, has taken 52 minutes on the slowest machine so far."""
 
 LAUNCHES = 2
 """How often everything is launched, unless an option says otherwise; with `--quick` once."""
